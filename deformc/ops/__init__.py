@@ -1,0 +1,5 @@
+"""The operators: one module each, with everything about an op that lives in Python."""
+
+from deformc.ops.deform_conv2d import deform_conv2d
+
+__all__ = ["deform_conv2d"]

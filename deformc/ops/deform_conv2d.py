@@ -1,0 +1,294 @@
+"""deform_conv2d: everything about the op that lives in Python. Its schemas and kernels are in csrc/deform_conv2d."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from deformc import _checks, _library
+from deformc._autocast import register_autocast
+
+Pair = int | tuple[int, int]
+
+_forward = _library.op("deform_conv2d")
+_backward = _library.op("deform_conv2d_backward")
+
+
+def deform_conv2d(
+    input: torch.Tensor,
+    offset: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Pair = 1,
+    padding: Pair | Literal["same", "valid"] = 0,
+    dilation: Pair = 1,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    r"""Deformable convolution: a convolution whose taps are moved by offsets and, with a mask, weighted.
+
+    Output pixel ``(oy, ox)`` is the sum over input channels and taps ``(ky, kx)`` of the weight times the input sampled at
+    ``(oy*stride - padding + ky*dilation + dy, ox*stride - padding + kx*dilation + dx)``: bilinear, zero outside the image, times the mask.
+
+    Without ``mask`` it is deformable convolution as in Dai et al., "Deformable Convolutional Networks" (2017); with it, version 2, Zhu
+    et al., "Deformable ConvNets v2" (2019). Arguments and semantics are those of ``torchvision.ops.deform_conv2d``.
+
+    Args:
+        input: ``[N, C, H, W]`` or ``[C, H, W]``; float64, float32, float16 or bfloat16.
+        offset: ``[N, 2*G*Kh*Kw, Ho, Wo]``, in pixels of the input. Channels are ordered (offset group, ky, kx, (dy, dx)). ``G``, the number
+            of offset groups, follows from the shape; each serves ``C/G`` consecutive channels. dtype of ``input``, or float32.
+        weight: ``[O, C/groups, Kh, Kw]``, dtype of ``input``. ``groups`` follows from the shape.
+        bias: ``[O]``, dtype of ``input``.
+        stride: int or (vertical, horizontal).
+        padding: int or (vertical, horizontal) of zeros; ``"valid"`` for none; ``"same"`` for as many as give the output the size of the input
+            (stride 1 only; an even kernel gets the odd row or column at the bottom or right, as in ``conv2d``).
+        dilation: int or (vertical, horizontal).
+        mask: ``[N, G*Kh*Kw, Ho, Wo]``, channels ordered (offset group, ky, kx). dtype of ``input``, or float32.
+
+    Returns:
+        ``[N, O, Ho, Wo]`` (``[O, Ho, Wo]`` for an input without ``N``) in the dtype of ``input``; channels_last if ``input`` is.
+
+    Positions are computed in float32 (float64 for float64 ``input``) whatever the dtypes, sums likewise, and rounded once. A NaN offset
+    makes the outputs it touches NaN; infinite offsets and those that lead outside contribute 0.
+
+    Raises:
+        RuntimeError: for shapes, dtypes or devices that do not fit; the text names the argument, what was expected and what it got.
+
+    Differentiable with respect to ``input``, ``offset``, ``weight``, ``bias`` and ``mask``.
+    """
+    stride_h, stride_w = stride if type(stride) is tuple and len(stride) == 2 else _pair("stride", stride)
+    dilation_h, dilation_w = dilation if type(dilation) is tuple and len(dilation) == 2 else _pair("dilation", dilation)
+    batched = input.dim() == 4
+    if not batched:
+        input, offset, mask = _batched(input, offset, mask)
+    if isinstance(padding, str):
+        input, pad_h, pad_w = _named_padding(padding, input, weight, (stride_h, stride_w), (dilation_h, dilation_w))
+    else:
+        pad_h, pad_w = padding if type(padding) is tuple and len(padding) == 2 else _pair("padding", padding)
+    allow_tf32 = input.is_cuda and torch.backends.cudnn.allow_tf32
+    out = _forward(
+        input, offset, weight, bias, mask, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, allow_tf32
+    )
+    return out if batched else out.squeeze(0)
+
+
+def _pair(name: str, value: Pair) -> tuple[int, int]:
+    if isinstance(value, (int, torch.SymInt)):
+        return value, value
+    if isinstance(value, (tuple, list)):
+        if len(value) == 1:
+            value = (value[0], value[0])
+        if len(value) == 2 and all(isinstance(element, (int, torch.SymInt)) for element in value):
+            return value[0], value[1]
+    kinds = 'an int, a pair of ints, "same" or "valid"' if name == "padding" else "an int or a pair of ints"
+    raise RuntimeError(f"deform_conv2d: {name} must be {kinds}, got {value!r}")
+
+
+def _batched(input, offset, mask):
+    """The batch of one that an input without a batch dimension stands for."""
+    text = _checks.shape_text
+    if input.dim() != 3:
+        shape = text(input.shape)
+        raise RuntimeError(f"deform_conv2d: input must have shape [N, C, H, W] or [C, H, W], got {shape}")
+    for name, shape, tensor in (("offset", "2*G*Kh*Kw", offset), ("mask", "G*Kh*Kw", mask)):
+        if tensor is not None and tensor.dim() != 3:
+            raise RuntimeError(
+                f"deform_conv2d: {name} must have shape [{shape}, Ho, Wo] when input has shape [C, H, W], got {text(tensor.shape)}"
+            )
+    return input.unsqueeze(0), offset.unsqueeze(0), None if mask is None else mask.unsqueeze(0)
+
+
+def _named_padding(padding: str, input, weight, stride, dilation):
+    """Input and padding that "same" or "valid" stand for."""
+    if padding == "valid":
+        return input, 0, 0
+    if padding != "same":
+        _pair("padding", padding)
+    if tuple(stride) != (1, 1):
+        raise RuntimeError(f'deform_conv2d: padding="same" needs stride 1, got {_checks.shape_text(stride)}')
+    total_h, total_w = (d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True))
+    if total_h % 2 or total_w % 2:
+        # The odd row or column of zeros goes to the bottom or right. A sample there is still outside the image.
+        input = F.pad(input, (0, total_w % 2, 0, total_h % 2))
+    return input, total_h // 2, total_w // 2
+
+
+# ---- fake kernels ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(op, input, offset, weight, bias, mask, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w):
+    """check_arguments of csrc/deform_conv2d/deform_conv2d.cpp, in the same order; the size of the output."""
+    c = _checks
+    c.check_rank(op, "input", input, 4, "[N, C, H, W]")
+    c.check_rank(op, "weight", weight, 4, "[O, C/groups, Kh, Kw]")
+    c.check_rank(op, "offset", offset, 4, "[N, 2*G*Kh*Kw, Ho, Wo]")
+    if mask is not None:
+        c.check_rank(op, "mask", mask, 4, "[N, G*Kh*Kw, Ho, Wo]")
+    if bias is not None:
+        c.check_rank(op, "bias", bias, 1, "[O]")
+
+    coordinates = [("offset", offset)] + ([] if mask is None else [("mask", mask)])
+    others = [] if bias is None else [("bias", bias)]
+    c.check_data_dtype(op, "input", input)
+    c.check_same_dtype(op, "weight", weight, "input", input)
+    for name, tensor in coordinates:
+        c.check_coordinate_dtype(op, name, tensor, "input", input)
+    for name, tensor in others:
+        c.check_same_dtype(op, name, tensor, "input", input)
+    for name, tensor in [("weight", weight), *coordinates, *others]:
+        c.check_same_device(op, name, tensor, "input", input)
+
+    def at_least(name, least, *values):
+        wrong = [c.statically_known_true(value < least) for value in values]
+        c.require(not any(wrong), op, f"{name} must be at least {least}, got {c.shape_text(values)}")
+
+    at_least("stride", 1, stride_h, stride_w)
+    at_least("padding", 0, pad_h, pad_w)
+    at_least("dilation", 1, dilation_h, dilation_w)
+
+    batch, channels, height, width = input.shape
+    out_channels, group_channels, kernel_h, kernel_w = weight.shape
+    got_weight, got_offset = (lambda: c.shape_text(weight.shape)), (lambda: c.shape_text(offset.shape))
+    c.require_size(
+        lambda: channels == 0, op, lambda: f"input must have at least one channel, got shape {c.shape_text(input.shape)}"
+    )
+    for size in (kernel_h, kernel_w):
+        c.require_size(
+            lambda size=size: size == 0, op, lambda: f"weight must have a kernel of at least 1x1, got shape {got_weight()}"
+        )
+    shape = "weight must have shape [O, C/groups, Kh, Kw] with"
+    c.require(
+        group_channels != 0 and channels % group_channels == 0,
+        op,
+        f"{shape} C/groups dividing C = {channels}, got {got_weight()}",
+    )
+    groups = channels // group_channels
+    c.require(out_channels % groups == 0, op, f"{shape} groups = {groups} dividing O, got {got_weight()}")
+
+    padded = (height + 2 * pad_h, width + 2 * pad_w)
+    extent = (dilation_h * (kernel_h - 1) + 1, dilation_w * (kernel_w - 1) + 1)
+    for have, need in zip(padded, extent, strict=True):
+        c.require_size(
+            lambda have=have, need=need: have < need,
+            op,
+            lambda: f"kernel must not be larger than the padded input, {c.shape_text(padded)}, got {c.shape_text(extent)}",
+        )
+    for size in padded:
+        c.require_size(
+            lambda size=size: size >= 2**30,
+            op,
+            lambda: f"input is too large: H, W and their padded sizes must be below 2^30, got {c.shape_text(padded)}",
+        )
+    out_h = (padded[0] - extent[0]) // stride_h + 1
+    out_w = (padded[1] - extent[1]) // stride_w + 1
+
+    taps = kernel_h * kernel_w
+    offset_channels = offset.shape[1]
+    if offset_channels == 0 or offset_channels % (2 * taps) != 0:
+        offset_channels = 2 * taps
+    c.check_shape(op, "offset", offset, "[N, 2*G*Kh*Kw, Ho, Wo]", (batch, offset_channels, out_h, out_w))
+    offset_groups = offset_channels // (2 * taps)
+    c.require(
+        channels % offset_groups == 0,
+        op,
+        f"offset must have shape [N, 2*G*Kh*Kw, Ho, Wo] with G = {offset_groups} dividing C = {channels}, got {got_offset()}",
+    )
+    if mask is not None:
+        c.check_shape(op, "mask", mask, "[N, G*Kh*Kw, Ho, Wo]", (batch, offset_groups * taps, out_h, out_w))
+    if bias is not None:
+        c.check_shape(op, "bias", bias, "[O]", (out_channels,))
+    return batch, out_channels, out_h, out_w
+
+
+def _check_forward(input, offset, weight, bias, mask, *window):
+    return _check_arguments("deform_conv2d", input, offset, weight, bias, mask, *window[:6])
+
+
+def _check_backward(grad_output, input, offset, weight, mask, *window_and_flags):
+    op = "deform_conv2d_backward"
+    out_sizes = _check_arguments(op, input, offset, weight, None, mask, *window_and_flags[:6])
+    _checks.check_same_dtype(op, "grad_output", grad_output, "input", input)
+    _checks.check_same_device(op, "grad_output", grad_output, "input", input)
+    _checks.check_rank(op, "grad_output", grad_output, 4, "[N, O, Ho, Wo]")
+    _checks.check_shape(op, "grad_output", grad_output, "[N, O, Ho, Wo]", out_sizes)
+    return out_sizes
+
+
+def _fake(input, *args):
+    return _checks.empty_like_layout(input, _check_forward(input, *args))
+
+
+def _backward_fake(grad_output, input, offset, weight, mask, *window_and_flags):
+    out_sizes = _check_backward(grad_output, input, offset, weight, mask, *window_and_flags)
+    need_input, need_offset, need_weight, need_bias, need_mask = window_and_flags[7:12]
+    absent = (0,)
+    return (
+        _checks.empty_like_layout(input, input.shape) if need_input else input.new_empty(absent),
+        offset.new_empty(offset.shape if need_offset else absent),
+        weight.new_empty(weight.shape if need_weight else absent),
+        input.new_empty(out_sizes[1:2] if need_bias else absent),
+        mask.new_empty(mask.shape if need_mask else absent) if mask is not None else input.new_empty(absent),
+    )
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------------------------
+
+
+def _setup_context(ctx, inputs, output):
+    input, offset, weight, _bias, mask, *ctx.window = inputs
+    ctx.save_for_backward(input, offset, weight, mask)
+
+
+def _gradients(ctx, grad_output):
+    input, offset, weight, mask = ctx.saved_tensors
+    need_input, need_offset, need_weight, need_bias, need_mask = needs = ctx.needs_input_grad[:5]
+    gradients = _backward(
+        grad_output,
+        input,
+        offset,
+        weight,
+        mask,
+        *ctx.window,
+        need_input,
+        need_offset,
+        need_weight,
+        need_bias,
+        need_mask,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return (*(g if need else None for g, need in zip(gradients, needs, strict=True)), *[None] * 7)
+
+
+def _second_gradients(ctx, *grads):
+    raise RuntimeError(
+        "deform_conv2d_backward: the gradient of this operator is not implemented, so deform_conv2d cannot be differentiated twice"
+    )
+
+
+# ---- FLOPs -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _flops(input_shape, offset_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    """Those of the matrix product, the same as conv2d's. Sampling, about 8 for each column element, is not counted."""
+    out_channels, group_channels, kernel_h, kernel_w = weight_shape
+    pixels = offset_shape[0] * offset_shape[2] * offset_shape[3]
+    return 2 * pixels * out_channels * group_channels * kernel_h * kernel_w
+
+
+def _backward_flops(grad_output_shape, input_shape, offset_shape, weight_shape, mask_shape, *args, out_shape=None, **kwargs) -> int:
+    """One product for the gradient of the columns, which input, offset and mask share, and one for that of the weight."""
+    need_input, need_offset, need_weight, _need_bias, need_mask = args[7:12]
+    products = (need_input or need_offset or need_mask) + need_weight
+    return products * _flops(input_shape, offset_shape, weight_shape)
+
+
+if _library.loaded():
+    torch.library.register_fake(_forward, _fake)
+    torch.library.register_fake(_backward, _backward_fake)
+    torch.library.register_autograd(_forward, _gradients, setup_context=_setup_context)
+    torch.library.register_autograd(_backward, _second_gradients)
+    register_autocast("deform_conv2d", _forward, data=("input", "weight", "bias"))
+    register_flop_formula(_forward.overloadpacket)(_flops)
+    register_flop_formula(_backward.overloadpacket)(_backward_flops)
+    _library.explain_missing_kernels("deform_conv2d", _check_forward)
+    _library.explain_missing_kernels("deform_conv2d_backward", _check_backward)
