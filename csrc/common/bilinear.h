@@ -15,8 +15,8 @@ namespace deformc {
 template <typename A>
 DEFORMC_INLINE int32_t cell_of(A offset_floor) {
   const A far_cell = static_cast<A>(DEFORMC_FAR_CELL - 127);  // representable in float32
-  const A clamped = offset_floor > -far_cell ? (offset_floor < far_cell ? offset_floor : far_cell) : -far_cell;
-  return static_cast<int32_t>(clamped);
+  const A above = offset_floor > -far_cell ? offset_floor : -far_cell;
+  return static_cast<int32_t>(above < far_cell ? above : far_cell);
 }
 
 // Fraction within the cell; 0 for infinite offsets, whose difference would be NaN.
@@ -33,9 +33,9 @@ DEFORMC_INLINE bool is_nan(A value) {
 
 // Whether a corner of the cell lies in [0, size): the sample can have a value or a derivative. A position of exactly -1 is included: its
 // value is 0, but its derivative is taken in the cell [-1, 0] (torchvision's choice).
-DEFORMC_INLINE bool cell_touches(int32_t cell, int32_t size) { return cell >= -1 && cell < size; }
+DEFORMC_INLINE bool cell_touches(int32_t cell, int32_t size) { return (cell >= -1) & (cell < size); }
 
 // Whether both corners of the cell lie in [0, size).
-DEFORMC_INLINE bool cell_inside(int32_t cell, int32_t size) { return cell >= 0 && cell < size - 1; }
+DEFORMC_INLINE bool cell_inside(int32_t cell, int32_t size) { return (cell >= 0) & (cell < size - 1); }
 
 }  // namespace deformc

@@ -384,7 +384,7 @@ struct Forward {
         source.window = direct ? direct_window(p, input, n, block)
                                : ImageWindow<const A>{copy_of(image, block), p.in_w * block.channels, block.channels,
                                                       static_cast<int32_t>(slab.first_row), static_cast<int32_t>(slab.end_row)};
-        sample_block(scratch.plan, taps, count, source, scratch.columns.get() + block.column - blocks[b].column, depth);
+        sample_block(scratch.plan.samples, taps, count, source, scratch.columns.get() + block.column - blocks[b].column, depth);
       }
       if (is_depthwise(p)) {
         finish_depthwise(n, first, count, blocks[b], scratch);
@@ -611,14 +611,14 @@ struct Backward {
                                  shares + chunk_first + taps * chunk, shares + chunk_first + 2 * taps * chunk, chunk,
                                  {unit.grad_image.get(), p.in_w * block.channels, block.channels, 0, p.in_h}};
       if (!needs.samples()) {
-        backpropagate_block<A, false, true>(scratch.plan, taps, count, source, work);
+        backpropagate_block<A, false, true>(scratch.plan.samples, taps, count, source, work);
       } else if (needs.input) {
-        backpropagate_block<A, true, true>(scratch.plan, taps, count, source, work);
+        backpropagate_block<A, true, true>(scratch.plan.samples, taps, count, source, work);
       } else {
-        backpropagate_block<A, true, false>(scratch.plan, taps, count, source, work);
+        backpropagate_block<A, true, false>(scratch.plan.samples, taps, count, source, work);
       }
     } else {
-      sample_block(scratch.plan, taps, count, source, scratch.columns.get(), depth);
+      sample_block(scratch.plan.samples, taps, count, source, scratch.columns.get(), depth);
     }
     if (!needs.weight) return;
     if (depthwise) {

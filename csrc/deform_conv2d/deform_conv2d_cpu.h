@@ -24,19 +24,52 @@ struct ImageWindow {
   DEFORMC_INLINE A* at(int32_t y, int32_t x) const { return data + (y - first_row) * row_stride + x * column_stride; }
 };
 
-// Samples of one tile and one offset group, by tap and pixel: [Kh*Kw, tile].
+// The channels of a sample's corners (y, x), (y, x + 1), (y + 1, x), (y + 1, x + 1).
 template <typename A>
-struct SamplePlan {
-  int64_t tile;
-  Buffer<int32_t> base_y, base_x;  // [tile]: position of tap (0, 0) without its offset
-  Buffer<A> dy, dx;                // [tile]: offsets of the tap at hand
-  Buffer<int32_t> y, x;            // cell
-  Buffer<A> fraction_y, fraction_x, mask;
-  Buffer<uint8_t> kind;
+struct Corners {
+  const A *p00, *p01, *p10, *p11;
+};
 
+template <typename A>
+DEFORMC_INLINE Corners<A> corners_inside(const ImageWindow<const A>& window, int32_t y, int32_t x) {
+  const A* const p00 = window.at(y, x);
+  return {p00, p00 + window.column_stride, p00 + window.row_stride, p00 + window.row_stride + window.column_stride};
+}
+
+template <typename A>
+DEFORMC_INLINE Corners<A> corners_outside() {
+  return {ZEROS<A>, ZEROS<A>, ZEROS<A>, ZEROS<A>};
+}
+
+// Samples of one tile and one offset group, by tap and pixel: every array is [Kh*Kw, tile].
+template <typename A>
+struct Samples {
+  int64_t tile;
+  int32_t *y, *x;  // cell
+  A *fraction_y, *fraction_x, *mask;
+  int32_t* kind;  // SampleKind
+};
+
+template <typename A>
+class SamplePlan {
+ public:
   SamplePlan(int64_t taps, int64_t tile)
-      : tile(tile), base_y(tile), base_x(tile), dy(tile), dx(tile), y(taps * tile), x(taps * tile), fraction_y(taps * tile),
-        fraction_x(taps * tile), mask(taps * tile), kind(taps * tile) {}
+      : integers_((3 * taps + 2) * tile), reals_((3 * taps + 2) * tile), base_y(integers_.get()), base_x(base_y + tile), dy(reals_.get()),
+        dx(dy + tile) {
+    int32_t* const i = base_x + tile;
+    A* const r = dx + tile;
+    const int64_t size = taps * tile;
+    samples = {tile, i, i + size, r, r + size, r + 2 * size, i + 2 * size};
+  }
+
+ private:
+  Buffer<int32_t> integers_;
+  Buffer<A> reals_;
+
+ public:
+  int32_t *const base_y, *const base_x;  // [tile]: position of tap (0, 0) without its offset
+  A *const dy, *const dx;                // [tile]: offsets of the tap at hand
+  Samples<A> samples;
 };
 
 // out[i] = view[n, channel, pixel first + i] of a tensor [N, *, out_h, out_w] with any strides.
@@ -54,26 +87,30 @@ void load_pixels(const View4<const C>& view, int64_t n, int64_t channel, int64_t
   }
 }
 
+// Cell and fraction along one axis. Kept apart from the kinds so that both loops vectorise.
 template <typename A>
-DEFORMC_MULTIVERSION static void locate_samples(int64_t count, int32_t tap_y, int32_t tap_x, int32_t height, int32_t width,
-                                                const int32_t* DEFORMC_RESTRICT base_y, const int32_t* DEFORMC_RESTRICT base_x,
-                                                const A* DEFORMC_RESTRICT dy, const A* DEFORMC_RESTRICT dx, int32_t* DEFORMC_RESTRICT y,
-                                                int32_t* DEFORMC_RESTRICT x, A* DEFORMC_RESTRICT fraction_y, A* DEFORMC_RESTRICT fraction_x,
-                                                uint8_t* DEFORMC_RESTRICT kind) {
+DEFORMC_MULTIVERSION static void split_positions(int64_t count, int32_t tap, const int32_t* DEFORMC_RESTRICT base,
+                                                 const A* DEFORMC_RESTRICT offset, int32_t* DEFORMC_RESTRICT cell,
+                                                 A* DEFORMC_RESTRICT fraction) {
   for (int64_t i = 0; i < count; ++i) {
-    const A floor_y = floor(dy[i]), floor_x = floor(dx[i]);
-    y[i] = base_y[i] + tap_y + cell_of(floor_y);
-    x[i] = base_x[i] + tap_x + cell_of(floor_x);
-    fraction_y[i] = fraction_of(dy[i], floor_y);
-    fraction_x[i] = fraction_of(dx[i], floor_x);
-    kind[i] = sample_kind(y[i], x[i], height, width, is_nan(dy[i]) || is_nan(dx[i]));
+    const A offset_floor = floor(offset[i]);
+    cell[i] = base[i] + tap + cell_of(offset_floor);
+    fraction[i] = fraction_of(offset[i], offset_floor);
   }
+}
+
+template <typename A>
+DEFORMC_MULTIVERSION static void classify_samples(int64_t count, int32_t height, int32_t width, const int32_t* DEFORMC_RESTRICT y,
+                                                  const int32_t* DEFORMC_RESTRICT x, const A* DEFORMC_RESTRICT dy,
+                                                  const A* DEFORMC_RESTRICT dx, int32_t* DEFORMC_RESTRICT kind) {
+  for (int64_t i = 0; i < count; ++i) kind[i] = sample_kind(y[i], x[i], height, width, is_nan(dy[i] + dx[i]));
 }
 
 // Fills the plan for output pixels [first, first + count) of image n. mask.data may be null.
 template <typename A, typename C>
 void plan_samples(const DeformConv2dParams& p, const View4<const C>& offset, const View4<const C>& mask, int64_t n, int64_t offset_group,
                   int64_t first, int64_t count, const SamplePlan<A>& plan) {
+  const Samples<A>& s = plan.samples;
   for (int64_t i = 0, oy = first / p.out_w, ox = first % p.out_w; i < count; ++i) {
     plan.base_y[i] = static_cast<int32_t>(oy * p.stride_h - p.pad_h);
     plan.base_x[i] = static_cast<int32_t>(ox * p.stride_w - p.pad_w);
@@ -81,17 +118,17 @@ void plan_samples(const DeformConv2dParams& p, const View4<const C>& offset, con
   }
   const int64_t taps = int64_t{p.kernel_h} * p.kernel_w;
   for (int64_t tap = 0; tap < taps; ++tap) {
-    const int64_t channel = offset_group * taps + tap, at = tap * plan.tile;
-    load_pixels(offset, n, 2 * channel, p.out_w, first, count, plan.dy.get());
-    load_pixels(offset, n, 2 * channel + 1, p.out_w, first, count, plan.dx.get());
+    const int64_t channel = offset_group * taps + tap, at = tap * s.tile;
+    load_pixels(offset, n, 2 * channel, p.out_w, first, count, plan.dy);
+    load_pixels(offset, n, 2 * channel + 1, p.out_w, first, count, plan.dx);
     if (mask.data) {
-      load_pixels(mask, n, channel, p.out_w, first, count, plan.mask.get() + at);
+      load_pixels(mask, n, channel, p.out_w, first, count, s.mask + at);
     } else {
-      std::fill_n(plan.mask.get() + at, count, A(1));
+      std::fill_n(s.mask + at, count, A(1));
     }
-    locate_samples(count, static_cast<int32_t>(tap / p.kernel_w * p.dilation_h), static_cast<int32_t>(tap % p.kernel_w * p.dilation_w),
-                   p.in_h, p.in_w, plan.base_y.get(), plan.base_x.get(), plan.dy.get(), plan.dx.get(), plan.y.get() + at,
-                   plan.x.get() + at, plan.fraction_y.get() + at, plan.fraction_x.get() + at, plan.kind.get() + at);
+    split_positions(count, static_cast<int32_t>(tap / p.kernel_w * p.dilation_h), plan.base_y, plan.dy, s.y + at, s.fraction_y + at);
+    split_positions(count, static_cast<int32_t>(tap % p.kernel_w * p.dilation_w), plan.base_x, plan.dx, s.x + at, s.fraction_x + at);
+    classify_samples(count, p.in_h, p.in_w, s.y + at, s.x + at, plan.dy, plan.dx, s.kind + at);
   }
 }
 
@@ -112,6 +149,9 @@ struct BlockSource {
     load(*this, y, x, copy);
     return copy;
   }
+  Corners<A> corners_at_edge(int32_t y, int32_t x, A (*copies)[MAX_BLOCK_CHANNELS]) const {
+    return {pixel(y, x, copies[0]), pixel(y, x + 1, copies[1]), pixel(y + 1, x, copies[2]), pixel(y + 1, x + 1, copies[3])};
+  }
   DEFORMC_INLINE bool holds_rows(int32_t y) const { return y >= window.first_row && y + 1 < window.end_row; }
 };
 
@@ -120,24 +160,6 @@ void load_channels(const BlockSource<accumulate_t<T>>& source, int32_t y, int32_
   const T* const pixel = static_cast<const T*>(source.tensor) + y * source.y_stride + x * source.x_stride;
   for (int64_t c = 0; c < source.channels; ++c) out[c] = static_cast<accumulate_t<T>>(pixel[c * source.channel_stride]);
 }
-
-template <typename A>
-struct Corners {
-  const A *p00, *p01, *p10, *p11;
-};
-
-// The corners of a sample and, changed where the sample has no value, its fractions.
-template <typename A>
-struct SampleReader {
-  const SamplePlan<A>& plan;
-  const BlockSource<A>& source;
-  A copies[4][MAX_BLOCK_CHANNELS];
-
-  Corners<A> read_slowly(int32_t y, int32_t x) {
-    return {source.pixel(y, x, copies[0]), source.pixel(y, x + 1, copies[1]), source.pixel(y + 1, x, copies[2]),
-            source.pixel(y + 1, x + 1, copies[3])};
-  }
-};
 
 template <typename A>
 DEFORMC_INLINE void interpolate_channels(int64_t channels, const Corners<A>& corners, CornerWeights<A> w, A mask, A* DEFORMC_RESTRICT out) {
@@ -150,26 +172,24 @@ DEFORMC_INLINE void interpolate_channels(int64_t channels, const Corners<A>& cor
 
 // columns[i * column_stride + tap * channels + c] = mask * sampled value of channel c of the block, for pixels i of the tile.
 template <typename A>
-DEFORMC_MULTIVERSION static void sample_block(const SamplePlan<A>& plan, int64_t taps, int64_t count, const BlockSource<A>& source,
-                                              A* columns, int64_t column_stride) {
-  SampleReader<A> reader{plan, source, {}};
+DEFORMC_MULTIVERSION static void sample_block(Samples<A> s, int64_t taps, int64_t count, BlockSource<A> source, A* columns,
+                                              int64_t column_stride) {
+  A copies[4][MAX_BLOCK_CHANNELS];
   const int64_t channels = source.channels;
-  for (int64_t tap = 0; tap < taps; ++tap) {
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t at = tap * plan.tile + i;
-      const int32_t y = plan.y[at], x = plan.x[at];
-      A fraction_y = plan.fraction_y[at], fraction_x = plan.fraction_x[at];
-      Corners<A> corners{ZEROS<A>, ZEROS<A>, ZEROS<A>, ZEROS<A>};
-      if (plan.kind[at] == SAMPLE_INSIDE && source.holds_rows(y)) [[likely]] {
-        const A* const p00 = source.window.at(y, x);
-        const int64_t row = source.window.row_stride, column = source.window.column_stride;
-        corners = {p00, p00 + column, p00 + row, p00 + row + column};
-      } else if (plan.kind[at] == SAMPLE_NAN) {
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      const int64_t at = tap * s.tile + i;
+      const int32_t y = s.y[at], x = s.x[at];
+      A fraction_y = s.fraction_y[at], fraction_x = s.fraction_x[at];
+      Corners<A> corners = corners_outside<A>();
+      if (s.kind[at] == SAMPLE_INSIDE && source.holds_rows(y)) [[likely]] {
+        corners = corners_inside(source.window, y, x);
+      } else if (s.kind[at] == SAMPLE_NAN) {
         fraction_y = std::numeric_limits<A>::quiet_NaN();
-      } else if (plan.kind[at] != SAMPLE_ZERO && sample_counts(y, x, fraction_y, fraction_x)) {
-        corners = reader.read_slowly(y, x);
+      } else if (s.kind[at] != SAMPLE_ZERO && sample_counts(y, x, fraction_y, fraction_x)) {
+        corners = source.corners_at_edge(y, x, copies);
       }
-      interpolate_channels(channels, corners, corner_weights(fraction_y, fraction_x), plan.mask[at],
+      interpolate_channels(channels, corners, corner_weights(fraction_y, fraction_x), s.mask[at],
                            columns + i * column_stride + tap * channels);
     }
   }
@@ -222,50 +242,46 @@ struct BackwardTile {
 
 // SAMPLE: fill columns, grad_y, grad_x and grad_mask. SCATTER: add to grad_image.
 template <typename A, bool SAMPLE, bool SCATTER>
-DEFORMC_MULTIVERSION static void backpropagate_block(const SamplePlan<A>& plan, int64_t taps, int64_t count, const BlockSource<A>& source,
-                                                     const BackwardTile<A>& tile) {
-  SampleReader<A> reader{plan, source, {}};
+DEFORMC_MULTIVERSION static void backpropagate_block(Samples<A> s, int64_t taps, int64_t count, BlockSource<A> source,
+                                                     BackwardTile<A> tile) {
+  A copies[4][MAX_BLOCK_CHANNELS];
   A nowhere[MAX_BLOCK_CHANNELS] = {};  // takes what would be added outside the image
-  const int64_t channels = source.channels, column_stride = taps * channels;
+  const int64_t channels = source.channels, row = tile.grad_image.row_stride, column = tile.grad_image.column_stride;
   const A nan = std::numeric_limits<A>::quiet_NaN();
-  for (int64_t tap = 0; tap < taps; ++tap) {
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t at = tap * plan.tile + i, column = i * column_stride + tap * channels;
-      const A* const gradient = tile.grad_columns + column;
-      const uint8_t kind = plan.kind[at];
-      const int32_t y = plan.y[at], x = plan.x[at];
-      const A fraction_y = plan.fraction_y[at], fraction_x = plan.fraction_x[at], mask = plan.mask[at];
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      const int64_t at = tap * s.tile + i;
+      const A* const gradient = tile.grad_columns + (i * taps + tap) * channels;
+      const int32_t kind = s.kind[at], y = s.y[at], x = s.x[at];
+      const A fraction_y = s.fraction_y[at], fraction_x = s.fraction_x[at], mask = s.mask[at];
       const CornerWeights<A> w = corner_weights(fraction_y, fraction_x);
-      const bool touches = kind == SAMPLE_INSIDE || kind == SAMPLE_EDGE;
       const bool counts = kind == SAMPLE_INSIDE || (kind == SAMPLE_EDGE && sample_counts(y, x, fraction_y, fraction_x));
       if constexpr (SAMPLE) {
-        Corners<A> corners{ZEROS<A>, ZEROS<A>, ZEROS<A>, ZEROS<A>};
-        if (kind == SAMPLE_INSIDE) [[likely]] {
-          const A* const p00 = source.window.at(y, x);
-          corners = {p00, p00 + source.window.column_stride, p00 + source.window.row_stride,
-                     p00 + source.window.row_stride + source.window.column_stride};
-        } else if (kind == SAMPLE_EDGE) {
-          corners = reader.read_slowly(y, x);
+        Corners<A> corners = corners_outside<A>();
+        SampleGradients<A> gradients = {0, 0, 0};
+        if (kind == SAMPLE_INSIDE || kind == SAMPLE_EDGE) [[likely]] {
+          corners = kind == SAMPLE_INSIDE ? corners_inside(source.window, y, x) : source.corners_at_edge(y, x, copies);
+          gradients = sample_gradients(multiply_and_sum(channels, gradient, corners), fraction_y, fraction_x, mask);
+        } else if (kind == SAMPLE_NAN) {
+          gradients = {nan, nan, nan};
         }
-        SampleGradients<A> gradients{};
-        if (touches) [[likely]] gradients = sample_gradients(multiply_and_sum(channels, gradient, corners), fraction_y, fraction_x, mask);
-        if (kind == SAMPLE_NAN) gradients = {nan, nan, nan};
+        if (!counts) corners = corners_outside<A>();
         tile.grad_y[tap * tile.grad_stride + i] = gradients.y;
         tile.grad_x[tap * tile.grad_stride + i] = gradients.x;
         tile.grad_mask[tap * tile.grad_stride + i] = counts || kind == SAMPLE_NAN ? gradients.mask : A(0);
-        if (!counts) corners = {ZEROS<A>, ZEROS<A>, ZEROS<A>, ZEROS<A>};
         interpolate_channels(channels, corners, kind == SAMPLE_NAN ? CornerWeights<A>{nan, nan, nan, nan} : w, mask,
-                             tile.columns + column);
+                             tile.columns + (i * taps + tap) * channels);
       }
       if constexpr (SCATTER) {
         if (!counts) continue;
-        const bool top = y >= 0, bottom = y + 1 < source.height, left = x >= 0, right = x + 1 < source.width;
-        A* const p00 = tile.grad_image.data + y * tile.grad_image.row_stride + x * tile.grad_image.column_stride;
+        const bool inside = kind == SAMPLE_INSIDE;
+        const bool top = inside || y >= 0, bottom = inside || y + 1 < source.height;
+        const bool left = inside || x >= 0, right = inside || x + 1 < source.width;
+        A* const p00 = tile.grad_image.at(y, x);
         add_scaled(channels, mask * w.w00, gradient, top && left ? p00 : nowhere);
-        add_scaled(channels, mask * w.w01, gradient, top && right ? p00 + tile.grad_image.column_stride : nowhere);
-        add_scaled(channels, mask * w.w10, gradient, bottom && left ? p00 + tile.grad_image.row_stride : nowhere);
-        add_scaled(channels, mask * w.w11, gradient,
-                   bottom && right ? p00 + tile.grad_image.row_stride + tile.grad_image.column_stride : nowhere);
+        add_scaled(channels, mask * w.w01, gradient, top && right ? p00 + column : nowhere);
+        add_scaled(channels, mask * w.w10, gradient, bottom && left ? p00 + row : nowhere);
+        add_scaled(channels, mask * w.w11, gradient, bottom && right ? p00 + row + column : nowhere);
       }
     }
   }
