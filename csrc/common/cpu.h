@@ -10,6 +10,7 @@
 
 #include "common/host.h"
 #include "common/portable.h"
+#include "common/vector.h"
 
 // Compiles a function once for each instruction set and chooses when the library is loaded. Lambdas inside would keep the baseline.
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__gnu_linux__)
@@ -69,25 +70,42 @@ DEFORMC_MULTIVERSION static void convert(const From* DEFORMC_RESTRICT source, in
   }
 }
 
-// Copies a rows x columns matrix with any strides into one with any strides, in tiles that keep both sides in cache.
+// Copies a rows x columns matrix with any strides into one with any strides, in tiles that keep both sides in cache. The case that counts is
+// the transpose: contiguous rows become contiguous columns. It is computed in float (or double) between narrow types too.
 template <typename From, typename To>
 DEFORMC_MULTIVERSION static void convert_matrix(const From* source, int64_t from_row, int64_t from_column, To* destination, int64_t to_row,
-                                         int64_t to_column, int64_t rows, int64_t columns) {
+                                                int64_t to_column, int64_t rows, int64_t columns) {
+  using A = accumulate_t<From>;
   constexpr int64_t TILE = 16;
-  for (int64_t row0 = 0; row0 < rows; row0 += TILE) {
-    const int64_t row1 = std::min(row0 + TILE, rows);
-    for (int64_t column0 = 0; column0 < columns; column0 += TILE) {
-      const int64_t column1 = std::min(column0 + TILE, columns);
-      if (from_column == 1 && to_row == 1 && row1 - row0 == TILE && column1 - column0 == TILE) {
-        To block[TILE][TILE];  // a transpose, by way of registers and the first-level cache
-        for (int64_t i = 0; i < TILE; ++i)
-          for (int64_t j = 0; j < TILE; ++j) block[j][i] = static_cast<To>(source[(row0 + i) * from_row + column0 + j]);
-        for (int64_t j = 0; j < TILE; ++j)
-          for (int64_t i = 0; i < TILE; ++i) destination[(column0 + j) * to_column + row0 + i] = block[j][i];
+  const bool transposes = from_column == 1 && to_row == 1;
+  A wide[TILE * TILE], turned[TILE * TILE];
+  for (int64_t row = 0; row < rows; row += TILE) {
+    const int64_t tile_rows = std::min(TILE, rows - row);
+    for (int64_t column = 0; column < columns; column += TILE) {
+      const int64_t tile_columns = std::min(TILE, columns - column);
+      const From* const from = source + row * from_row + column * from_column;
+      To* const to = destination + row * to_row + column * to_column;
+      if (transposes && tile_rows == TILE && tile_columns == TILE) {
+        const A* in = wide;
+        A* out = turned;
+        int64_t in_row = TILE, out_row = TILE;
+        if constexpr (std::is_same_v<From, A>) {
+          in = from, in_row = from_row;
+        } else {
+          for (int64_t i = 0; i < TILE; ++i)
+            for (int64_t j = 0; j < TILE; ++j) wide[i * TILE + j] = static_cast<A>(from[i * from_row + j]);
+        }
+        if constexpr (std::is_same_v<To, A>) out = to, out_row = to_column;
+        for (int64_t i = 0; i < TILE; i += 4)
+          for (int64_t j = 0; j < TILE; j += 4) transpose4(in + i * in_row + j, in_row, out + j * out_row + i, out_row);
+        if constexpr (!std::is_same_v<To, A>) {
+          for (int64_t j = 0; j < TILE; ++j)
+            for (int64_t i = 0; i < TILE; ++i) to[j * to_column + i] = static_cast<To>(turned[j * TILE + i]);
+        }
       } else {
-        for (int64_t i = row0; i < row1; ++i)
-          for (int64_t j = column0; j < column1; ++j)
-            destination[i * to_row + j * to_column] = static_cast<To>(source[i * from_row + j * from_column]);
+        for (int64_t i = 0; i < tile_rows; ++i)
+          for (int64_t j = 0; j < tile_columns; ++j)
+            to[i * to_row + j * to_column] = static_cast<To>(from[i * from_row + j * from_column]);
       }
     }
   }

@@ -131,7 +131,7 @@ void dispatch_dtypes(const Tensor& input, const Tensor& offset, const Body& body
 constexpr int64_t IMAGE_COPY_BYTES = int64_t{40} << 20;
 // Columns of one tile stay in the second-level cache.
 constexpr int64_t COLUMNS_BYTES = int64_t{768} << 10;
-constexpr int64_t MAX_TILE_PIXELS = 256;
+constexpr int64_t MAX_TILE_PIXELS = 128;
 // Columns of one matrix product, aimed at where channel blocks are small.
 constexpr int64_t MIN_PRODUCT_DEPTH = 512;
 // Multiplications below which one thread does the whole call.
@@ -160,33 +160,57 @@ std::vector<ChannelBlock> cut_channels(const DeformConv2dParams& p, int64_t taps
   return blocks;
 }
 
-// The weight, blocks' columns innermost: [O, C/groups * Kh*Kw]; for depthwise convolution [O/C, blocks, Kh*Kw, channels].
+// The weight in the order of the columns. Each group is a matrix [group's columns, O/groups] for the forward direction (BY_COLUMN), and
+// [O/groups, group's columns] for the backward one (BY_OUTPUT): the orders in which BLAS is fastest. For depthwise convolution it is
+// [O/C, blocks' columns] in both.
+enum class WeightOrder { BY_COLUMN, BY_OUTPUT };
+
 template <typename A>
 struct PackedWeight {
   Buffer<A> data;
-  int64_t row;  // elements of one row
+  int64_t columns = 0;    // of a group; of all groups for depthwise convolution
+  int64_t group_out = 0;  // O/groups
+
+  Matrix<const A> forward(const ChannelBlock& block, int64_t depth) const {
+    return {data.get() + (block.group * columns + block.column) * group_out, depth, group_out, group_out, 1};
+  }
+  Matrix<const A> backward(const ChannelBlock& block, int64_t depth) const {
+    return {data.get() + block.group * group_out * columns + block.column, group_out, depth, columns, 1};
+  }
+  const A* depthwise(const ChannelBlock& block, int64_t output) const { return data.get() + output * columns + block.column; }
 };
 
 template <typename T>
-PackedWeight<accumulate_t<T>> pack_weight(const DeformConv2dParams& p, const View4<const T>& weight, const std::vector<ChannelBlock>& blocks,
-                                          bool small) {
+PackedWeight<accumulate_t<T>> pack_weight(const DeformConv2dParams& p, const T* weight, const std::vector<ChannelBlock>& blocks,
+                                          WeightOrder order, bool small) {
   using A = accumulate_t<T>;
+  constexpr int64_t ROWS = 16;  // outputs that are transposed at a time
   const int64_t taps = int64_t{p.kernel_h} * p.kernel_w, group_out = p.out_channels / p.groups;
+  const int64_t group_channels = p.in_channels / p.groups, row_tiles = ceil_div(group_out, ROWS);
   const bool depthwise = is_depthwise(p);
-  PackedWeight<A> packed{Buffer<A>(p.out_channels * (p.in_channels / p.groups) * taps), taps * p.in_channels / (depthwise ? 1 : p.groups)};
-  parallel_ranges(group_out, small, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      for (const ChannelBlock& block : blocks) {
-        for (int64_t tap = 0; tap < taps; ++tap) {
-          A* out = packed.data.get() + (depthwise ? row : block.group * group_out + row) * packed.row + block.column + tap * block.channels;
-          const int64_t ky = tap / p.kernel_w, kx = tap % p.kernel_w;
-          if (depthwise) {
-            convert(weight.at(block.first * group_out + row, 0, ky, kx), group_out * weight.stride[0], out, 1, block.channels);
-          } else {
-            const int64_t first = block.first % (p.in_channels / p.groups);
-            convert(weight.at(block.group * group_out + row, first, ky, kx), weight.stride[1], out, 1, block.channels);
-          }
-        }
+  PackedWeight<A> packed{Buffer<A>(p.out_channels * group_channels * taps), taps * (depthwise ? p.in_channels : group_channels), group_out};
+  parallel_ranges(static_cast<int64_t>(blocks.size()) * row_tiles, small, [&](int64_t begin, int64_t end) {
+    Buffer<A> turned(ROWS * MAX_BLOCK_CHANNELS * taps);
+    for (int64_t i = begin; i < end; ++i) {
+      const ChannelBlock& block = blocks[i / row_tiles];
+      const int64_t first = i % row_tiles * ROWS, rows = std::min(ROWS, group_out - first), columns = block.channels * taps;
+      for (int64_t row = first; depthwise && row < first + rows; ++row) {
+        for (int64_t tap = 0; tap < taps; ++tap)
+          convert(weight + (block.first * group_out + row) * taps + tap, group_out * taps,
+                  packed.data.get() + row * packed.columns + block.column + tap * block.channels, 1, block.channels);
+      }
+      if (depthwise) continue;
+      const T* const source = weight + ((block.group * group_out + first) * group_channels + block.first % group_channels) * taps;
+      if (order == WeightOrder::BY_COLUMN) {
+        convert_matrix(source, group_channels * taps, 1, turned.get(), 1, ROWS, rows, columns);
+        A* const group = packed.data.get() + (block.group * packed.columns + block.column) * group_out + first;
+        for (int64_t j = 0; j < columns; ++j)
+          std::copy_n(turned.get() + j * ROWS, rows, group + (j % taps * block.channels + j / taps) * group_out);
+      } else {
+        A* const group = packed.data.get() + (block.group * group_out + first) * packed.columns + block.column;
+        for (int64_t row = 0; row < rows; ++row)
+          for (int64_t tap = 0; tap < taps; ++tap)
+            convert(source + row * group_channels * taps + tap, taps, group + row * packed.columns + tap * block.channels, 1, block.channels);
       }
     }
   });
@@ -303,10 +327,10 @@ struct Forward {
   Slab slab{};
   int64_t tile = 0;
 
-  void run(const View4<const T>& weight_view) {
+  void run(const T* unpacked_weight) {
     const int64_t work = p.batch * p.out_h * p.out_w * taps * p.in_channels * (p.out_channels / p.groups);
     const bool small = work < SMALL_WORK;
-    weight = pack_weight(p, weight_view, blocks, small);
+    weight = pack_weight(p, unpacked_weight, blocks, WeightOrder::BY_COLUMN, small);
     bias = Buffer<A>(p.out_channels);
     if (weight_bias) {
       convert(weight_bias, bias_stride, bias.get(), 1, p.out_channels);
@@ -354,20 +378,20 @@ struct Forward {
   int64_t product_depth() const {
     int64_t largest = 0;
     for (const ChannelBlock& block : blocks) largest = std::max(largest, block.channels * taps);
-    return std::max(largest, std::min(MIN_PRODUCT_DEPTH + largest, weight.row));
+    return std::max(largest, std::min(MIN_PRODUCT_DEPTH + largest, weight.columns));
   }
 
   struct Scratch {
     SamplePlan<A> plan;
     Buffer<A> columns;  // [tile, product_depth]
-    Buffer<A> result;   // [O/groups, tile], or for depthwise convolution [tile, channels]
+    Buffer<A> result;   // [tile, O/groups], or for depthwise convolution [tile, channels]
     explicit Scratch(const Forward& f)
         : plan(f.taps, f.tile), columns(f.tile * f.product_depth()),
           result(f.tile * std::max(f.p.out_channels / f.p.groups, MAX_BLOCK_CHANNELS)) {}
   };
 
   void compute_tile(int64_t image, int64_t first, int64_t count, const Scratch& scratch) const {
-    const int64_t n = slab.first_image + image, group_out = p.out_channels / p.groups;
+    const int64_t n = slab.first_image + image;
     int64_t planned = -1;
     for (size_t b = 0; b < blocks.size();) {
       // As many blocks of one group as make a product worth its call.
@@ -389,28 +413,28 @@ struct Forward {
       if (is_depthwise(p)) {
         finish_depthwise(n, first, count, blocks[b], scratch);
       } else {
-        const bool first_product = blocks[b].column == 0;
-        const bool last_product = blocks[b].column + depth == weight.row;
-        multiply(n, first, count, blocks[b], depth, group_out, first_product, last_product, scratch);
+        multiply(n, first, count, blocks[b], depth, scratch);
       }
       b = end;
     }
   }
 
-  void multiply(int64_t n, int64_t first, int64_t count, const ChannelBlock& block, int64_t depth, int64_t group_out, bool first_product,
-                bool last_product, const Scratch& scratch) const {
-    const int64_t first_out = block.group * group_out;
+  // Adds one product to the outputs of a group; the first product starts them, the last one writes them.
+  void multiply(int64_t n, int64_t first, int64_t count, const ChannelBlock& block, int64_t depth, const Scratch& scratch) const {
+    const int64_t group_out = weight.group_out, first_out = block.group * group_out;
     T* const target = out.at(n, first_out, 0, 0) + first * out.stride[3];
-    const bool in_place = std::is_same_v<T, A>;
-    Matrix<A> sums{scratch.result.get(), group_out, count, count, 1};
-    if constexpr (std::is_same_v<T, A>) sums = {target, group_out, count, out.stride[1], out.stride[3]};
-    if (first_product && weight_bias) {
-      for (int64_t o = 0; o < group_out; ++o)
-        for (int64_t i = 0; i < count; ++i) sums.data[o * sums.row_stride + i * sums.column_stride] = bias[first_out + o];
+    Matrix<A> sums{scratch.result.get(), count, group_out, group_out, 1};
+    bool in_place = false;
+    if constexpr (std::is_same_v<T, A>) {
+      in_place = out.stride[1] == 1;
+      if (in_place) sums = {target, count, group_out, out.stride[3], 1};
     }
-    matrix_product<A>(sums, {weight.data.get() + first_out * weight.row + block.column, group_out, depth, weight.row, 1},
-                      {scratch.columns.get(), depth, count, 1, depth}, first_product && !weight_bias ? 0 : 1);
-    if (last_product && !in_place) convert_matrix(sums.data, count, 1, target, out.stride[1], out.stride[3], group_out, count);
+    const bool starts = block.column == 0;
+    if (starts && weight_bias)
+      for (int64_t i = 0; i < count; ++i) std::copy_n(bias.get() + first_out, group_out, sums.data + i * sums.row_stride);
+    matrix_product<A>(sums, {scratch.columns.get(), count, depth, depth, 1}, weight.forward(block, depth), starts && !weight_bias ? 0 : 1);
+    if (!in_place && block.column + depth == weight.columns)
+      convert_matrix(sums.data, group_out, 1, target, out.stride[3], out.stride[1], count, group_out);
   }
 
   void finish_depthwise(int64_t n, int64_t first, int64_t count, const ChannelBlock& block, const Scratch& scratch) const {
@@ -418,8 +442,7 @@ struct Forward {
     A block_bias[MAX_BLOCK_CHANNELS];
     for (int64_t j = 0; j < multiplier; ++j) {
       convert(bias.get() + block.first * multiplier + j, multiplier, block_bias, 1, block.channels);
-      multiply_depthwise(taps, block.channels, count, scratch.columns.get(), weight.data.get() + j * weight.row + block.column, block_bias,
-                         scratch.result.get());
+      multiply_depthwise(taps, block.channels, count, scratch.columns.get(), weight.depthwise(block, j), block_bias, scratch.result.get());
       convert_matrix(scratch.result.get(), block.channels, 1, out.at(n, block.first * multiplier + j, 0, 0) + first * out.stride[3],
                      out.stride[3], multiplier * out.stride[1], count, block.channels);
     }
@@ -434,6 +457,7 @@ Tensor deform_conv2d_cpu(const Tensor& input, const Tensor& offset, const Tensor
   const Tensor out = empty_like_layout(input, {p.batch, p.out_channels, p.out_h, p.out_w}, is_channels_last(input));
   if (out.numel() == 0) return out;
   const Coordinates coordinates = widen_coordinates(offset, mask);
+  const Tensor packable = torch::stable::contiguous(weight);
   dispatch_dtypes(input, coordinates.offset, [&](auto data, auto coordinate) {
     using T = typename decltype(data)::type;
     using C = typename decltype(coordinate)::type;
@@ -446,7 +470,7 @@ Tensor deform_conv2d_cpu(const Tensor& input, const Tensor& offset, const Tensor
                   bias ? bias->stride(0) : 0,
                   view4<T>(out),
                   reads_directly(input_view)}
-        .run(view4<const T>(weight));
+        .run(static_cast<const T*>(packable.const_data_ptr()));
   });
   return out;
 }
@@ -523,7 +547,7 @@ struct Backward {
     Buffer<A> shares;       // [3 (y, x, mask), Kh*Kw, chunk]: of the gradients of offset and mask
   };
 
-  void run(const View4<const T>& weight_view) {
+  void run(const T* unpacked_weight) {
     const bool small = p.batch * pixels * taps * p.in_channels * group_out < SMALL_WORK;
     const int64_t threads = small ? 1 : torch::stable::get_num_threads();
     subsets = std::gcd(p.batch, threads);
@@ -538,8 +562,8 @@ struct Backward {
     const int64_t block_count = static_cast<int64_t>(blocks.size());
     const int64_t round = std::min(std::max<int64_t>(1, budget / (channel_bytes * max_channels * subsets * share)) * share, block_count);
 
-    weight = pack_weight(p, weight_view, blocks, small);
-    tile = std::min<int64_t>(tile_pixels(p, 2 * max_channels * taps * sizeof(A), pixels, 1), MAX_TILE_PIXELS / 2);
+    weight = pack_weight(p, unpacked_weight, blocks, WeightOrder::BY_OUTPUT, small);
+    tile = tile_pixels(p, 2 * max_channels * taps * sizeof(A), pixels, 1);
     chunk = std::min(pixels, ceil_div(CHUNK_PIXELS, tile) * tile);
     for (int64_t first = 0; first < block_count; first += round) run_round(first, std::min(round, block_count - first), small);
   }
@@ -637,14 +661,13 @@ struct Backward {
     if (depthwise) {
       for (int64_t j = 0; j < group_out; ++j)
         multiply_depthwise_transposed(taps, block.channels, count, j > 0, depthwise_gradient(n, first, count, block, j, scratch),
-                                      weight.data.get() + j * weight.row + block.column, scratch.grad_columns.get());
+                                      weight.depthwise(block, j), scratch.grad_columns.get());
       return;
     }
     Matrix<const A> gradient = output_gradient(n, first, count, block, scratch);
     std::swap(gradient.rows, gradient.columns);
     std::swap(gradient.row_stride, gradient.column_stride);
-    matrix_product<A>({scratch.grad_columns.get(), count, depth, depth, 1}, gradient,
-                      {weight.data.get() + block.group * group_out * weight.row + block.column, group_out, depth, weight.row, 1}, 0);
+    matrix_product<A>({scratch.grad_columns.get(), count, depth, depth, 1}, gradient, weight.backward(block, depth), 0);
   }
 
   // grad_output of the block's group, [O/groups, count]: the tensor itself where a matrix product can read it.
@@ -733,6 +756,7 @@ Gradients deform_conv2d_backward_cpu(const Tensor& grad_output, const Tensor& in
   const Needs needs{need_input, need_offset, need_weight, need_bias, need_mask && mask};
 
   const Coordinates coordinates = widen_coordinates(offset, mask);
+  const Tensor packable = torch::stable::contiguous(weight);
   const ScalarType accumulate = input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   const auto absent = [](const Tensor& like) { return torch::stable::new_empty(like, {0}); };
   Tensor grad_input = needs.input ? empty_like_layout(input, {p.batch, p.in_channels, p.in_h, p.in_w}, is_channels_last(input)) : absent(input);
@@ -764,7 +788,7 @@ Gradients deform_conv2d_backward_cpu(const Tensor& grad_output, const Tensor& in
                      static_cast<A*>(grad_offset.mutable_data_ptr()),
                      static_cast<A*>(grad_mask.mutable_data_ptr()),
                      reads_directly(input_view)}
-          .run(view4<const T>(weight));
+          .run(static_cast<const T*>(packable.const_data_ptr()));
     });
   }
   // Offset and mask may be narrower than what their gradients were summed in.

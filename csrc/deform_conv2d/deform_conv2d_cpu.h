@@ -87,6 +87,16 @@ void load_pixels(const View4<const C>& view, int64_t n, int64_t channel, int64_t
   }
 }
 
+// The same, read in place where that is possible.
+template <typename C, typename A>
+const A* pixels_of(const View4<const C>& view, int64_t n, int64_t channel, int64_t width, int64_t first, int64_t count, A* buffer) {
+  if constexpr (std::is_same_v<C, A>) {
+    if (view.stride[3] == 1 && view.stride[2] == width) return view.at(n, channel, 0, 0) + first;
+  }
+  load_pixels(view, n, channel, width, first, count, buffer);
+  return buffer;
+}
+
 // Cell and fraction along one axis. Kept apart from the kinds so that both loops vectorise.
 template <typename A>
 DEFORMC_MULTIVERSION static void split_positions(int64_t count, int32_t tap, const int32_t* DEFORMC_RESTRICT base,
@@ -119,16 +129,16 @@ void plan_samples(const DeformConv2dParams& p, const View4<const C>& offset, con
   const int64_t taps = int64_t{p.kernel_h} * p.kernel_w;
   for (int64_t tap = 0; tap < taps; ++tap) {
     const int64_t channel = offset_group * taps + tap, at = tap * s.tile;
-    load_pixels(offset, n, 2 * channel, p.out_w, first, count, plan.dy);
-    load_pixels(offset, n, 2 * channel + 1, p.out_w, first, count, plan.dx);
+    const A* const dy = pixels_of(offset, n, 2 * channel, p.out_w, first, count, plan.dy);
+    const A* const dx = pixels_of(offset, n, 2 * channel + 1, p.out_w, first, count, plan.dx);
     if (mask.data) {
       load_pixels(mask, n, channel, p.out_w, first, count, s.mask + at);
     } else {
       std::fill_n(s.mask + at, count, A(1));
     }
-    split_positions(count, static_cast<int32_t>(tap / p.kernel_w * p.dilation_h), plan.base_y, plan.dy, s.y + at, s.fraction_y + at);
-    split_positions(count, static_cast<int32_t>(tap % p.kernel_w * p.dilation_w), plan.base_x, plan.dx, s.x + at, s.fraction_x + at);
-    classify_samples(count, p.in_h, p.in_w, s.y + at, s.x + at, plan.dy, plan.dx, s.kind + at);
+    split_positions(count, static_cast<int32_t>(tap / p.kernel_w * p.dilation_h), plan.base_y, dy, s.y + at, s.fraction_y + at);
+    split_positions(count, static_cast<int32_t>(tap % p.kernel_w * p.dilation_w), plan.base_x, dx, s.x + at, s.fraction_x + at);
+    classify_samples(count, p.in_h, p.in_w, s.y + at, s.x + at, dy, dx, s.kind + at);
   }
 }
 
@@ -162,12 +172,14 @@ void load_channels(const BlockSource<accumulate_t<T>>& source, int32_t y, int32_
 }
 
 template <typename A>
-DEFORMC_INLINE void interpolate_channels(int64_t channels, const Corners<A>& corners, CornerWeights<A> w, A mask, A* DEFORMC_RESTRICT out) {
-  const A* DEFORMC_RESTRICT p00 = corners.p00;
-  const A* DEFORMC_RESTRICT p01 = corners.p01;
-  const A* DEFORMC_RESTRICT p10 = corners.p10;
-  const A* DEFORMC_RESTRICT p11 = corners.p11;
-  for (int64_t c = 0; c < channels; ++c) out[c] = mask * (w.w00 * p00[c] + w.w01 * p01[c] + w.w10 * p10[c] + w.w11 * p11[c]);
+DEFORMC_INLINE void interpolate_channels(int64_t channels, Corners<A> corners, CornerWeights<A> w, A mask, A* out) {
+  int64_t c = 0;
+  for (; c + LANES<A> <= channels; c += LANES<A>) {
+    store(out + c, mask * (w.w00 * load(corners.p00 + c) + w.w01 * load(corners.p01 + c) + w.w10 * load(corners.p10 + c) +
+                           w.w11 * load(corners.p11 + c)));
+  }
+  for (; c < channels; ++c)
+    out[c] = mask * (w.w00 * corners.p00[c] + w.w01 * corners.p01[c] + w.w10 * corners.p10[c] + w.w11 * corners.p11[c]);
 }
 
 // columns[i * column_stride + tap * channels + c] = mask * sampled value of channel c of the block, for pixels i of the tile.
@@ -195,39 +207,60 @@ DEFORMC_MULTIVERSION static void sample_block(Samples<A> s, int64_t taps, int64_
   }
 }
 
-// Sums that keep LANES partial sums, so that the compiler may use vectors without reordering what was written.
-constexpr int LANES = 16;
-
+// The corners of the gradient's image that a sample adds to; those outside the image go nowhere.
 template <typename A>
-DEFORMC_INLINE CornerSums<A> multiply_and_sum(int64_t channels, const A* DEFORMC_RESTRICT gradient, const Corners<A>& corners) {
-  A s00[LANES] = {}, s01[LANES] = {}, s10[LANES] = {}, s11[LANES] = {};
+struct GradientCorners {
+  A *p00, *p01, *p10, *p11;
+};
+
+// For one sample and all channels, with the gradient of the sampled values given. SAMPLE: computes the values again and returns the sums for the
+// gradients of its position and mask. SCATTER: adds to the gradient of the image.
+template <typename A, bool SAMPLE, bool SCATTER>
+DEFORMC_INLINE CornerSums<A> backpropagate_channels(int64_t channels, const A* gradient, Corners<A> corners, CornerWeights<A> w, A mask, A* out,
+                                                    GradientCorners<A> into) {
+  Vector<A> s00 = {}, s01 = {}, s10 = {}, s11 = {};
+  const CornerWeights<A> masked = {mask * w.w00, mask * w.w01, mask * w.w10, mask * w.w11};
   int64_t c = 0;
-  for (; c + LANES <= channels; c += LANES) {
-    for (int lane = 0; lane < LANES; ++lane) s00[lane] += gradient[c + lane] * corners.p00[c + lane];
-    for (int lane = 0; lane < LANES; ++lane) s01[lane] += gradient[c + lane] * corners.p01[c + lane];
-    for (int lane = 0; lane < LANES; ++lane) s10[lane] += gradient[c + lane] * corners.p10[c + lane];
-    for (int lane = 0; lane < LANES; ++lane) s11[lane] += gradient[c + lane] * corners.p11[c + lane];
-  }
-  for (; c < channels; ++c) {
-    s00[0] += gradient[c] * corners.p00[c];
-    s01[0] += gradient[c] * corners.p01[c];
-    s10[0] += gradient[c] * corners.p10[c];
-    s11[0] += gradient[c] * corners.p11[c];
-  }
-  for (int half = LANES / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) {
-      s00[lane] += s00[lane + half];
-      s01[lane] += s01[lane + half];
-      s10[lane] += s10[lane + half];
-      s11[lane] += s11[lane + half];
+  for (; c + LANES<A> <= channels; c += LANES<A>) {
+    const Vector<A> g = load(gradient + c);
+    if constexpr (SAMPLE) {
+      const Vector<A> v00 = load(corners.p00 + c), v01 = load(corners.p01 + c), v10 = load(corners.p10 + c), v11 = load(corners.p11 + c);
+      s00 = s00 + g * v00;
+      s01 = s01 + g * v01;
+      s10 = s10 + g * v10;
+      s11 = s11 + g * v11;
+      store(out + c, mask * (w.w00 * v00 + w.w01 * v01 + w.w10 * v10 + w.w11 * v11));
+    }
+    if constexpr (SCATTER) {
+      store(into.p00 + c, load(into.p00 + c) + masked.w00 * g);
+      store(into.p01 + c, load(into.p01 + c) + masked.w01 * g);
+      store(into.p10 + c, load(into.p10 + c) + masked.w10 * g);
+      store(into.p11 + c, load(into.p11 + c) + masked.w11 * g);
     }
   }
-  return {s00[0], s01[0], s10[0], s11[0]};
-}
-
-template <typename A>
-DEFORMC_INLINE void add_scaled(int64_t channels, A scale, const A* DEFORMC_RESTRICT values, A* DEFORMC_RESTRICT out) {
-  for (int64_t c = 0; c < channels; ++c) out[c] += scale * values[c];
+  CornerSums<A> sums = {0, 0, 0, 0};
+  if (SAMPLE && c > 0) {
+    A lanes[4];
+    sum_lanes(s00, s01, s10, s11, lanes);
+    sums = {lanes[0], lanes[1], lanes[2], lanes[3]};
+  }
+  for (; c < channels; ++c) {
+    const A g = gradient[c];
+    if constexpr (SAMPLE) {
+      sums.s00 += g * corners.p00[c];
+      sums.s01 += g * corners.p01[c];
+      sums.s10 += g * corners.p10[c];
+      sums.s11 += g * corners.p11[c];
+      out[c] = mask * (w.w00 * corners.p00[c] + w.w01 * corners.p01[c] + w.w10 * corners.p10[c] + w.w11 * corners.p11[c]);
+    }
+    if constexpr (SCATTER) {
+      into.p00[c] += masked.w00 * g;
+      into.p01[c] += masked.w01 * g;
+      into.p10[c] += masked.w10 * g;
+      into.p11[c] += masked.w11 * g;
+    }
+  }
+  return sums;
 }
 
 // What the backward loop over samples reads and writes for one tile and one block; rows of columns are [Kh*Kw, channels].
@@ -245,43 +278,49 @@ template <typename A, bool SAMPLE, bool SCATTER>
 DEFORMC_MULTIVERSION static void backpropagate_block(Samples<A> s, int64_t taps, int64_t count, BlockSource<A> source,
                                                      BackwardTile<A> tile) {
   A copies[4][MAX_BLOCK_CHANNELS];
-  A nowhere[MAX_BLOCK_CHANNELS] = {};  // takes what would be added outside the image
+  A nowhere[MAX_BLOCK_CHANNELS] = {};
   const int64_t channels = source.channels, row = tile.grad_image.row_stride, column = tile.grad_image.column_stride;
   const A nan = std::numeric_limits<A>::quiet_NaN();
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t tap = 0; tap < taps; ++tap) {
       const int64_t at = tap * s.tile + i;
       const A* const gradient = tile.grad_columns + (i * taps + tap) * channels;
+      A* const out = tile.columns + (i * taps + tap) * channels;
       const int32_t kind = s.kind[at], y = s.y[at], x = s.x[at];
       const A fraction_y = s.fraction_y[at], fraction_x = s.fraction_x[at], mask = s.mask[at];
       const CornerWeights<A> w = corner_weights(fraction_y, fraction_x);
-      const bool counts = kind == SAMPLE_INSIDE || (kind == SAMPLE_EDGE && sample_counts(y, x, fraction_y, fraction_x));
-      if constexpr (SAMPLE) {
+      SampleGradients<A> gradients = {0, 0, 0};
+      if (kind == SAMPLE_INSIDE) [[likely]] {
         Corners<A> corners = corners_outside<A>();
-        SampleGradients<A> gradients = {0, 0, 0};
-        if (kind == SAMPLE_INSIDE || kind == SAMPLE_EDGE) [[likely]] {
-          corners = kind == SAMPLE_INSIDE ? corners_inside(source.window, y, x) : source.corners_at_edge(y, x, copies);
-          gradients = sample_gradients(multiply_and_sum(channels, gradient, corners), fraction_y, fraction_x, mask);
-        } else if (kind == SAMPLE_NAN) {
-          gradients = {nan, nan, nan};
+        if constexpr (SAMPLE) corners = corners_inside(source.window, y, x);
+        A* const p00 = tile.grad_image.at(y, x);
+        const CornerSums<A> sums = backpropagate_channels<A, SAMPLE, SCATTER>(channels, gradient, corners, w, mask, out,
+                                                                              {p00, p00 + column, p00 + row, p00 + row + column});
+        gradients = sample_gradients(sums, fraction_y, fraction_x, mask);
+      } else if (kind == SAMPLE_EDGE) {
+        Corners<A> corners = corners_outside<A>();
+        if constexpr (SAMPLE) corners = source.corners_at_edge(y, x, copies);
+        const bool counts = sample_counts(y, x, fraction_y, fraction_x);
+        const auto into = [&](int32_t cy, int32_t cx) {
+          const bool inside = counts && cy >= 0 && cy < source.height && cx >= 0 && cx < source.width;
+          return inside ? tile.grad_image.at(cy, cx) : nowhere;
+        };
+        const CornerSums<A> sums = backpropagate_channels<A, SAMPLE, SCATTER>(
+            channels, gradient, corners, w, mask, out, {into(y, x), into(y, x + 1), into(y + 1, x), into(y + 1, x + 1)});
+        gradients = sample_gradients(sums, fraction_y, fraction_x, mask);
+        if (!counts) {
+          gradients.mask = 0;
+          if constexpr (SAMPLE) interpolate_channels(channels, corners_outside<A>(), w, mask, out);
         }
-        if (!counts) corners = corners_outside<A>();
+      } else {
+        const A value = kind == SAMPLE_NAN ? nan : A(0);
+        gradients = {value, value, value};
+        if constexpr (SAMPLE) interpolate_channels(channels, corners_outside<A>(), CornerWeights<A>{value, value, value, value}, mask, out);
+      }
+      if constexpr (SAMPLE) {
         tile.grad_y[tap * tile.grad_stride + i] = gradients.y;
         tile.grad_x[tap * tile.grad_stride + i] = gradients.x;
-        tile.grad_mask[tap * tile.grad_stride + i] = counts || kind == SAMPLE_NAN ? gradients.mask : A(0);
-        interpolate_channels(channels, corners, kind == SAMPLE_NAN ? CornerWeights<A>{nan, nan, nan, nan} : w, mask,
-                             tile.columns + (i * taps + tap) * channels);
-      }
-      if constexpr (SCATTER) {
-        if (!counts) continue;
-        const bool inside = kind == SAMPLE_INSIDE;
-        const bool top = inside || y >= 0, bottom = inside || y + 1 < source.height;
-        const bool left = inside || x >= 0, right = inside || x + 1 < source.width;
-        A* const p00 = tile.grad_image.at(y, x);
-        add_scaled(channels, mask * w.w00, gradient, top && left ? p00 : nowhere);
-        add_scaled(channels, mask * w.w01, gradient, top && right ? p00 + column : nowhere);
-        add_scaled(channels, mask * w.w10, gradient, bottom && left ? p00 + row : nowhere);
-        add_scaled(channels, mask * w.w11, gradient, bottom && right ? p00 + row + column : nowhere);
+        tile.grad_mask[tap * tile.grad_stride + i] = gradients.mask;
       }
     }
   }
