@@ -536,6 +536,9 @@ struct Backward {
   std::vector<ChannelBlock> blocks{};
   PackedWeight<A> weight{};
   int64_t subsets = 1, chunk = 0, tile = 0;
+  // BLAS reads grad_output itself if it can; else its pixels of a chunk are converted once, for all blocks: [subsets, O, chunk].
+  bool gradient_direct = false;
+  Buffer<A> gradient_chunk{};
 
   // One block of channels over one subset of the images: what a thread owns while it works on them.
   struct Unit {
@@ -565,6 +568,10 @@ struct Backward {
     weight = pack_weight(p, unpacked_weight, blocks, WeightOrder::BY_OUTPUT, small);
     tile = tile_pixels(p, 2 * max_channels * taps * sizeof(A), pixels, 1);
     chunk = std::min(pixels, ceil_div(CHUNK_PIXELS, tile) * tile);
+    const int64_t by_channel = grad_output.stride[1], by_pixel = grad_output.stride[3];
+    gradient_direct = std::is_same_v<T, A> && grad_output.stride[2] == p.out_w * by_pixel &&
+                      ((by_pixel == 1 && by_channel >= pixels) || (by_channel == 1 && by_pixel >= p.out_channels));
+    if (!gradient_direct) gradient_chunk = Buffer<A>(subsets * p.out_channels * chunk);
     for (int64_t first = 0; first < block_count; first += round) run_round(first, std::min(round, block_count - first), small);
   }
 
@@ -583,6 +590,13 @@ struct Backward {
     for (int64_t image = 0; image < subset_images; ++image) {
       for (int64_t first = 0; first < pixels; first += chunk) {
         const int64_t end = std::min(first + chunk, pixels);
+        if (!gradient_direct) {
+          parallel_ranges(subsets * p.out_channels, small, [&](int64_t begin, int64_t row_end) {
+            for (int64_t row = begin; row < row_end; ++row)
+              load_pixels(grad_output, row / p.out_channels * subset_images + image, row % p.out_channels, p.out_w, first, end - first,
+                          gradient_chunk.get() + row * chunk);
+          });
+        }
         parallel_ranges(static_cast<int64_t>(units.size()), small, [&](int64_t unit_begin, int64_t unit_end) {
           Scratch scratch(*this);
           for (int64_t u = unit_begin; u < unit_end; ++u) run_unit(units[u], image, first, end, scratch);
@@ -596,10 +610,10 @@ struct Backward {
   struct Scratch {
     SamplePlan<A> plan;
     Buffer<A> columns, grad_columns;  // [tile, Kh*Kw, channels]
-    Buffer<A> grad_output;            // [O/groups, tile]; for depthwise convolution [tile, channels]
+    Buffer<A> grad_output;            // [tile, channels], for depthwise convolution
     explicit Scratch(const Backward& f)
         : plan(f.taps, f.tile), columns(f.tile * f.taps * MAX_BLOCK_CHANNELS), grad_columns(f.tile * f.taps * MAX_BLOCK_CHANNELS),
-          grad_output(f.tile * std::max(f.group_out, MAX_BLOCK_CHANNELS)) {}
+          grad_output(f.tile * MAX_BLOCK_CHANNELS) {}
   };
 
   // Output pixels [first, end) of the subset's image number `image`.
@@ -615,7 +629,7 @@ struct Backward {
     source.window = direct ? direct_window(p, input, n, block)
                            : ImageWindow<const A>{unit.image.get(), p.in_w * block.channels, block.channels, 0, p.in_h};
     for (int64_t pixel = first; pixel < end; pixel += tile)
-      run_tile(unit, n, pixel, std::min(tile, end - pixel), pixel - first, source, scratch);
+      run_tile(unit, {n, pixel, std::min(tile, end - pixel), pixel - first}, source, scratch);
     if (needs.input && end == pixels) {
       for (int64_t y = 0; y < p.in_h; ++y)
         convert_matrix(unit.grad_image.get() + y * p.in_w * block.channels, block.channels, 1, grad_input.at(n, block.first, y, 0),
@@ -623,73 +637,77 @@ struct Backward {
     }
   }
 
-  void run_tile(const Unit& unit, int64_t n, int64_t first, int64_t count, int64_t chunk_first, const BlockSource<A>& source,
-                const Scratch& scratch) const {
+  struct TilePixels {
+    int64_t n, first, count;  // of image n
+    int64_t chunk_first;      // `first` counted from the chunk's first pixel
+  };
+
+  void run_tile(const Unit& unit, const TilePixels& at, const BlockSource<A>& source, const Scratch& scratch) const {
     const ChannelBlock& block = *unit.block;
     const int64_t depth = taps * block.channels;
-    plan_samples(p, offset, mask, n, block.offset_group, first, count, scratch.plan);
+    plan_samples(p, offset, mask, at.n, block.offset_group, at.first, at.count, scratch.plan);
     if (needs.columns()) {
-      multiply_transposed(n, first, count, block, scratch);
-      A* const shares = unit.shares.get();
-      const BackwardTile<A> work{scratch.grad_columns.get(), scratch.columns.get(), shares + chunk_first,
-                                 shares + chunk_first + taps * chunk, shares + chunk_first + 2 * taps * chunk, chunk,
-                                 {unit.grad_image.get(), p.in_w * block.channels, block.channels, 0, p.in_h}};
-      if (!needs.samples()) {
-        backpropagate_block<A, false, true>(scratch.plan.samples, taps, count, source, work);
-      } else if (needs.input) {
-        backpropagate_block<A, true, true>(scratch.plan.samples, taps, count, source, work);
-      } else {
-        backpropagate_block<A, true, false>(scratch.plan.samples, taps, count, source, work);
+      multiply_transposed(unit, at, scratch);
+      BackwardTile<A> work{};
+      work.grad_columns = scratch.grad_columns.get();
+      work.grad_image = {unit.grad_image.get(), p.in_w * block.channels, block.channels, 0, p.in_h};
+      if (needs.samples()) {
+        work.columns = scratch.columns.get();
+        work.grad_y = unit.shares.get() + at.chunk_first;
+        work.grad_x = work.grad_y + taps * chunk;
+        work.grad_mask = work.grad_x + taps * chunk;
+        work.grad_stride = chunk;
       }
+      const auto backpropagate = !needs.samples() ? backpropagate_block<A, false, true>
+                                                  : (needs.input ? backpropagate_block<A, true, true> : backpropagate_block<A, true, false>);
+      backpropagate(scratch.plan.samples, taps, at.count, source, work);
     } else {
-      sample_block(scratch.plan.samples, taps, count, source, scratch.columns.get(), depth);
+      sample_block(scratch.plan.samples, taps, at.count, source, scratch.columns.get(), depth);
     }
     if (!needs.weight) return;
     if (depthwise) {
       for (int64_t j = 0; j < group_out; ++j)
-        add_depthwise_weight_gradient(taps, block.channels, count, depthwise_gradient(n, first, count, block, j, scratch),
-                                      scratch.columns.get(), unit.grad_weight.get() + j * depth);
+        add_depthwise_weight_gradient(taps, block.channels, at.count, depthwise_gradient(at, unit, j, scratch), scratch.columns.get(),
+                                      unit.grad_weight.get() + j * depth);
     } else {
-      matrix_product<A>({unit.grad_weight.get(), group_out, depth, depth, 1}, output_gradient(n, first, count, block, scratch),
-                        {scratch.columns.get(), count, depth, depth, 1}, 1);
+      matrix_product<A>({unit.grad_weight.get(), group_out, depth, depth, 1},
+                        output_gradient(at, block.group * group_out, group_out, unit.subset),
+                        {scratch.columns.get(), at.count, depth, depth, 1}, 1);
     }
   }
 
   // grad_columns = weight^T @ grad_output.
-  void multiply_transposed(int64_t n, int64_t first, int64_t count, const ChannelBlock& block, const Scratch& scratch) const {
+  void multiply_transposed(const Unit& unit, const TilePixels& at, const Scratch& scratch) const {
+    const ChannelBlock& block = *unit.block;
     const int64_t depth = taps * block.channels;
     if (depthwise) {
       for (int64_t j = 0; j < group_out; ++j)
-        multiply_depthwise_transposed(taps, block.channels, count, j > 0, depthwise_gradient(n, first, count, block, j, scratch),
+        multiply_depthwise_transposed(taps, block.channels, at.count, j > 0, depthwise_gradient(at, unit, j, scratch),
                                       weight.depthwise(block, j), scratch.grad_columns.get());
       return;
     }
-    Matrix<const A> gradient = output_gradient(n, first, count, block, scratch);
+    Matrix<const A> gradient = output_gradient(at, block.group * group_out, group_out, unit.subset);
     std::swap(gradient.rows, gradient.columns);
     std::swap(gradient.row_stride, gradient.column_stride);
-    matrix_product<A>({scratch.grad_columns.get(), count, depth, depth, 1}, gradient, weight.backward(block, depth), 0);
+    matrix_product<A>({scratch.grad_columns.get(), at.count, depth, depth, 1}, gradient, weight.backward(block, depth), 0);
   }
 
-  // grad_output of the block's group, [O/groups, count]: the tensor itself where a matrix product can read it.
-  Matrix<const A> output_gradient(int64_t n, int64_t first, int64_t count, const ChannelBlock& block, const Scratch& scratch) const {
-    const int64_t first_out = block.group * group_out, by_channel = grad_output.stride[1], by_pixel = grad_output.stride[3];
+  // grad_output of some output channels at the pixels of a tile.
+  Matrix<const A> output_gradient(const TilePixels& at, int64_t first_out, int64_t channels, int64_t subset) const {
     if constexpr (std::is_same_v<T, A>) {
-      const bool rows_joined = grad_output.stride[2] == p.out_w * by_pixel;
-      if (rows_joined && ((by_pixel == 1 && by_channel >= pixels) || (by_channel == 1 && by_pixel >= group_out)))
-        return {grad_output.at(n, first_out, 0, 0) + first * by_pixel, group_out, count, by_channel, by_pixel};
+      if (gradient_direct)
+        return {grad_output.at(at.n, first_out, 0, 0) + at.first * grad_output.stride[3], channels, at.count, grad_output.stride[1],
+                grad_output.stride[3]};
     }
-    for (int64_t o = 0; o < group_out; ++o)
-      load_pixels(grad_output, n, first_out + o, p.out_w, first, count, scratch.grad_output.get() + o * count);
-    return {scratch.grad_output.get(), group_out, count, count, 1};
+    return {gradient_chunk.get() + (subset * p.out_channels + first_out) * chunk + at.chunk_first, channels, at.count, chunk, 1};
   }
 
   // grad_output of output channel j of each channel of a depthwise block, [count, channels].
-  const A* depthwise_gradient(int64_t n, int64_t first, int64_t count, const ChannelBlock& block, int64_t j, const Scratch& scratch) const {
-    A row[MAX_TILE_PIXELS];
-    for (int64_t c = 0; c < block.channels; ++c) {
-      load_pixels(grad_output, n, (block.first + c) * group_out + j, p.out_w, first, count, row);
-      convert(row, 1, scratch.grad_output.get() + c, block.channels, count);
-    }
+  const A* depthwise_gradient(const TilePixels& at, const Unit& unit, int64_t j, const Scratch& scratch) const {
+    const ChannelBlock& block = *unit.block;
+    const Matrix<const A> gradient = output_gradient(at, block.first * group_out + j, block.channels, unit.subset);
+    convert_matrix(gradient.data, gradient.row_stride * group_out, gradient.column_stride, scratch.grad_output.get(), 1, block.channels,
+                   block.channels, at.count);
     return scratch.grad_output.get();
   }
 

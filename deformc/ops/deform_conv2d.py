@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from deformc import _checks, _library
+from deformc import _checks, _eager, _library
 from deformc._autocast import register_autocast
 
 Pair = int | tuple[int, int]
@@ -66,9 +66,8 @@ def deform_conv2d(
     else:
         pad_h, pad_w = padding if type(padding) is tuple and len(padding) == 2 else _pair("padding", padding)
     allow_tf32 = input.is_cuda and torch.backends.cudnn.allow_tf32
-    out = _forward(
-        input, offset, weight, bias, mask, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, allow_tf32
-    )
+    window = (stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w)
+    out = _eager.call(_forward, (input, offset, weight, bias, mask), *window, allow_tf32)
     return out if batched else out.squeeze(0)
 
 

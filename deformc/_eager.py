@@ -1,0 +1,23 @@
+"""The short way into an op: skips the autograd formula where nothing can be differentiated, which halves the cost of a small call."""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import forward_ad
+
+_are_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def call(op: Callable, tensors: tuple[torch.Tensor | None, ...], *args):
+    """``op(*tensors, *args)``.
+
+    The short way is taken in plain eager mode only: tracing, torch.func transforms and forward-mode AD must see the whole op.
+    """
+    if torch.compiler.is_compiling() or _are_transforms_active() or forward_ad._current_level >= 0:
+        return op(*tensors, *args)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return op(*tensors, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*tensors, *args)
