@@ -293,16 +293,19 @@ DEFORMC_MULTIVERSION static void backpropagate_block(Samples<A> s, int64_t taps,
       if (kind == SAMPLE_INSIDE) [[likely]] {
         Corners<A> corners = corners_outside<A>();
         if constexpr (SAMPLE) corners = corners_inside(source.window, y, x);
-        A* const p00 = tile.grad_image.at(y, x);
-        const CornerSums<A> sums = backpropagate_channels<A, SAMPLE, SCATTER>(channels, gradient, corners, w, mask, out,
-                                                                              {p00, p00 + column, p00 + row, p00 + row + column});
+        GradientCorners<A> into = {nowhere, nowhere, nowhere, nowhere};
+        if constexpr (SCATTER) {
+          A* const p00 = tile.grad_image.at(y, x);
+          into = {p00, p00 + column, p00 + row, p00 + row + column};
+        }
+        const CornerSums<A> sums = backpropagate_channels<A, SAMPLE, SCATTER>(channels, gradient, corners, w, mask, out, into);
         gradients = sample_gradients(sums, fraction_y, fraction_x, mask);
       } else if (kind == SAMPLE_EDGE) {
         Corners<A> corners = corners_outside<A>();
         if constexpr (SAMPLE) corners = source.corners_at_edge(y, x, copies);
         const bool counts = sample_counts(y, x, fraction_y, fraction_x);
         const auto into = [&](int32_t cy, int32_t cx) {
-          const bool inside = counts && cy >= 0 && cy < source.height && cx >= 0 && cx < source.width;
+          const bool inside = SCATTER && counts && cy >= 0 && cy < source.height && cx >= 0 && cx < source.width;
           return inside ? tile.grad_image.at(cy, cx) : nowhere;
         };
         const CornerSums<A> sums = backpropagate_channels<A, SAMPLE, SCATTER>(
