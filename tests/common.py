@@ -1,0 +1,120 @@
+"""What the generic tests share: their parameters, tolerances, and gradients as a dictionary."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+import torch
+from specs import SPECS, Arguments, Dtypes, OpSpec, Sample
+from torch import Tensor
+
+DEVICES = ("cpu",)
+
+# Largest error in units of the dtype's epsilon: of the expected value, and of the largest expected value of the tensor,
+# since a sum has the rounding error of its largest terms. float64 and float32 results are sums of many products, added
+# in another order than the reference's; half-precision results need no more than the rounding of columns and result.
+TOLERANCE = {torch.float64: 32, torch.float32: 32, torch.float16: 2, torch.bfloat16: 2}
+
+
+def assert_close(actual: Tensor, expected: Tensor, name: str = "result", factor: float = 1) -> None:
+    """``actual`` is ``expected``, which may be wider, up to the rounding of the dtype of ``actual``."""
+    info = torch.finfo(actual.dtype)
+    epsilon = factor * TOLERANCE[actual.dtype] * info.eps
+    finite = expected[expected.isfinite()].abs()
+    largest = finite.max().item() if finite.numel() else 0.0
+    torch.testing.assert_close(
+        actual.double(),
+        expected.double(),
+        rtol=epsilon,
+        atol=epsilon * max(largest, info.tiny),  # numbers below tiny have the spacing of tiny
+        equal_nan=True,
+        msg=lambda text: f"{name}: {text}",
+    )
+
+
+def assert_same_layout(actual: Tensor, expected: Tensor, name: str = "result") -> None:
+    """The same shape, dtype, device and strides; strides of dimensions of size 1 say nothing."""
+
+    def layout(tensor: Tensor) -> tuple:
+        strides = [stride if size > 1 else None for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        return tensor.shape, tensor.dtype, tensor.device, strides if tensor.numel() else None
+
+    assert layout(actual) == layout(expected), name
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Contiguous in channels_last and not plainly contiguous: such an input makes such outputs and gradients."""
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def all_dtypes(spec: OpSpec, device: str, *, mixed: bool) -> Iterator[Dtypes]:
+    """Each data dtype with coordinates and factors of its own, or also (``mixed``) of float32."""
+    for data in spec.dtypes[torch.device(device).type]:
+        yield Dtypes(data, data, data)
+        if mixed and data != torch.float32:
+            yield Dtypes(data, torch.float32, torch.float32)
+            yield Dtypes(data, torch.float32, data)
+            yield Dtypes(data, data, torch.float32)
+
+
+def float32_only(spec: OpSpec, device: str, *, mixed: bool) -> Iterator[Dtypes]:
+    yield Dtypes(torch.float32, torch.float32, torch.float32)
+
+
+def parametrize_samples(
+    select: Callable[[Sample], bool] = lambda sample: True,
+    dtypes: Callable[..., Iterable[Dtypes]] = all_dtypes,
+) -> pytest.MarkDecorator:
+    """Over device, spec, sample and dtypes; core samples have mixed dtypes too."""
+    parameters = []
+    for device, spec in itertools.product(DEVICES, SPECS):
+        for sample in filter(select, spec.samples):
+            for chosen in dtypes(spec, device, mixed=sample.core):
+                name = f"{spec.name}-{sample.name}-{device}-{chosen}"
+                parameters.append(pytest.param(device, spec, sample, chosen, id=name))
+    return pytest.mark.parametrize(("device", "spec", "sample", "dtypes"), parameters)
+
+
+def tensors_of(spec: OpSpec, arguments: Arguments) -> tuple[str, ...]:
+    return tuple(name for name in spec.differentiable if arguments[name] is not None)
+
+
+def subsets(names: Iterable[str]) -> Iterator[frozenset[str]]:
+    names = tuple(names)
+    for count in range(len(names) + 1):
+        yield from map(frozenset, itertools.combinations(names, count))
+
+
+def widened(arguments: Arguments) -> Arguments:
+    """The same values in float64, in no particular layout."""
+    return {name: value.double() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def with_grad(arguments: Arguments, wanted: Iterable[str]) -> Arguments:
+    """The same tensors as leaves, of which the wanted ones require a gradient."""
+    wanted = set(wanted)
+    return {
+        name: value.detach().requires_grad_(name in wanted) if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+def gradients(
+    function: Callable[..., Tensor], arguments: Arguments, wanted: Iterable[str], grad_output: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The function's output and the gradients of the wanted arguments, for ones or the given gradient of the output."""
+    wanted = sorted(wanted)
+    arguments = with_grad(arguments, wanted)
+    output = function(**arguments)
+    if grad_output is None:
+        grad_output = torch.ones_like(output)
+    results = torch.autograd.grad(output, [arguments[name] for name in wanted], grad_output.to(output.dtype))
+    return output.detach(), dict(zip(wanted, results, strict=True))
+
+
+def random_like(tensor: Tensor, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return values.to(tensor.dtype).to(tensor.device)
