@@ -1,6 +1,7 @@
 """Builds the kernel libraries. Sources are globbed: a new op is a new folder in csrc/ and needs no line here.
 
-Environment: DEFORMC_SANITIZE=1 builds with AddressSanitizer and UndefinedBehaviorSanitizer; DEBUG=1 without optimisation.
+Environment: DEFORMC_SANITIZE=1 builds with AddressSanitizer and UndefinedBehaviorSanitizer, DEBUG=1 without
+optimisation.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Autocast rule of the ops: data narrows to the dtype in force, coordinates stay as they are.
 
-``torch.library.register_autocast`` would narrow every tensor. This works in eager mode and inside and outside ``torch.compile``.
+``torch.library.register_autocast`` would narrow every tensor. This works in eager mode and inside and outside
+``torch.compile``.
 """
 
 from collections.abc import Callable, Sequence

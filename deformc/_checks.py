@@ -1,7 +1,7 @@
 """Argument checks of the fake kernels: the sentences of csrc/common/host.h, for sizes that may be symbolic.
 
-Equalities go through ``torch._check`` and become guards, as the shapes of a native op do. An inequality raises where it is known to be
-false and otherwise adds no guard: for real tensors the kernel's own check decides.
+Equalities go through ``torch._check`` and become guards, as the shapes of a native op do. An inequality raises where
+it is known to be false and otherwise adds no guard: for real tensors the kernel's own check decides.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ def dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def require(condition: bool, op: str, text: str) -> None:
+def require(condition: bool, op: str, text: Callable[[], str]) -> None:
     if not condition:
-        raise RuntimeError(f"{op}: {text}")
+        raise RuntimeError(f"{op}: {text()}")
 
 
 def require_size(size_is_wrong: Callable[[], bool], op: str, text: Callable[[], str]) -> None:
@@ -39,7 +39,9 @@ def check_rank(op: str, name: str, tensor: torch.Tensor, rank: int, shape: str) 
 
 def check_data_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in DATA_DTYPES:
-        raise RuntimeError(f"{op}: {name} must be float64, float32, float16 or bfloat16, got {dtype_text(tensor.dtype)}")
+        raise RuntimeError(
+            f"{op}: {name} must be float64, float32, float16 or bfloat16, got {dtype_text(tensor.dtype)}"
+        )
 
 
 def check_same_dtype(op: str, name: str, tensor: torch.Tensor, data_name: str, data: torch.Tensor) -> None:
@@ -61,14 +63,14 @@ def check_same_device(op: str, name: str, tensor: torch.Tensor, data_name: str, 
 
 def check_shape(op: str, name: str, tensor: torch.Tensor, shape: str, expected: Sequence[int]) -> None:
     def text() -> str:
-        return f"{op}: {name} must have shape {shape} = {shape_text(expected)}, got {shape_text(tensor.shape)}"
+        return f"{name} must have shape {shape} = {shape_text(expected)}, got {shape_text(tensor.shape)}"
 
+    require(tensor.dim() == len(expected), op, text)
     for got, wanted in zip(tensor.shape, expected, strict=True):
         if isinstance(got, int) and isinstance(wanted, int):
-            if got != wanted:
-                raise RuntimeError(text())
+            require(got == wanted, op, text)
         else:
-            torch._check(got == wanted, text)
+            torch._check(got == wanted, lambda: f"{op}: {text()}")
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""The short way into an op: skips the autograd formula where nothing can be differentiated, which halves the cost of a small call."""
+"""The short way into an op: skips the autograd formula where nothing can be differentiated.
+
+It halves the overhead of a call.
+"""
 
 from collections.abc import Callable
 
@@ -11,7 +14,8 @@ _are_transforms_active = torch._C._are_functorch_transforms_active
 def call(op: Callable, tensors: tuple[torch.Tensor | None, ...], *args):
     """``op(*tensors, *args)``.
 
-    The short way is taken in plain eager mode only: tracing, torch.func transforms and forward-mode AD must see the whole op.
+    The short way is taken in plain eager mode only: tracing, torch.func transforms and forward-mode AD must see the
+    whole op.
     """
     if torch.compiler.is_compiling() or _are_transforms_active() or forward_ad._current_level >= 0:
         return op(*tensors, *args)

@@ -48,7 +48,7 @@ def _load(path: Path) -> str | None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return str(error)
+        return str(error.__cause__ or error)  # torch puts its own words around the loader's
     return None
 
 

@@ -13,7 +13,7 @@ namespace deformc {
 constexpr int64_t MAX_BLOCK_CHANNELS = 64;
 
 template <typename A>
-inline constexpr A ZEROS[MAX_BLOCK_CHANNELS] = {};  // the channels of a pixel outside the image
+static constexpr A ZEROS[MAX_BLOCK_CHANNELS] = {};  // the channels of a pixel outside the image
 
 // The channels of one block, rows [first_row, end_row) of one image. Rows that are not there are read from the tensor itself.
 template <typename A>
@@ -113,7 +113,7 @@ template <typename A>
 DEFORMC_MULTIVERSION static void classify_samples(int64_t count, int32_t height, int32_t width, const int32_t* DEFORMC_RESTRICT y,
                                                   const int32_t* DEFORMC_RESTRICT x, const A* DEFORMC_RESTRICT dy,
                                                   const A* DEFORMC_RESTRICT dx, int32_t* DEFORMC_RESTRICT kind) {
-  for (int64_t i = 0; i < count; ++i) kind[i] = sample_kind(y[i], x[i], height, width, is_nan(dy[i] + dx[i]));
+  for (int64_t i = 0; i < count; ++i) kind[i] = sample_kind(y[i], x[i], height, width, is_nan(dy[i]) | is_nan(dx[i]));
 }
 
 // Fills the plan for output pixels [first, first + count) of image n. mask.data may be null.

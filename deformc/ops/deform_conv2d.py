@@ -27,44 +27,50 @@ def deform_conv2d(
 ) -> torch.Tensor:
     r"""Deformable convolution: a convolution whose taps are moved by offsets and, with a mask, weighted.
 
-    Output pixel ``(oy, ox)`` is the sum over input channels and taps ``(ky, kx)`` of the weight times the input sampled at
-    ``(oy*stride - padding + ky*dilation + dy, ox*stride - padding + kx*dilation + dx)``: bilinear, zero outside the image, times the mask.
+    Output pixel ``(oy, ox)`` is the sum over input channels and taps ``(ky, kx)`` of the weight times the input sampled
+    at ``(oy*stride - padding + ky*dilation + dy, ox*stride - padding + kx*dilation + dx)``: bilinear, zero outside the
+    image, times the mask.
 
-    Without ``mask`` it is deformable convolution as in Dai et al., "Deformable Convolutional Networks" (2017); with it, version 2, Zhu
-    et al., "Deformable ConvNets v2" (2019). Arguments and semantics are those of ``torchvision.ops.deform_conv2d``.
+    Without ``mask`` it is deformable convolution as in Dai et al., "Deformable Convolutional Networks" (2017); with it,
+    version 2, Zhu et al., "Deformable ConvNets v2" (2019). Arguments and semantics are those of
+    ``torchvision.ops.deform_conv2d``.
 
     Args:
         input: ``[N, C, H, W]`` or ``[C, H, W]``; float64, float32, float16 or bfloat16.
-        offset: ``[N, 2*G*Kh*Kw, Ho, Wo]``, in pixels of the input. Channels are ordered (offset group, ky, kx, (dy, dx)). ``G``, the number
-            of offset groups, follows from the shape; each serves ``C/G`` consecutive channels. dtype of ``input``, or float32.
+        offset: ``[N, 2*G*Kh*Kw, Ho, Wo]``, in pixels of the input. Channels are ordered (offset group, ky, kx,
+            (dy, dx)). ``G``, the number of offset groups, follows from the shape; each serves ``C/G`` consecutive
+            channels. dtype of ``input``, or float32.
         weight: ``[O, C/groups, Kh, Kw]``, dtype of ``input``. ``groups`` follows from the shape.
         bias: ``[O]``, dtype of ``input``.
         stride: int or (vertical, horizontal).
-        padding: int or (vertical, horizontal) of zeros; ``"valid"`` for none; ``"same"`` for as many as give the output the size of the input
-            (stride 1 only; an even kernel gets the odd row or column at the bottom or right, as in ``conv2d``).
+        padding: int or (vertical, horizontal) of zeros; ``"valid"`` for none; ``"same"`` for as many as give the output
+            the size of the input (stride 1 only; an even kernel gets the odd row or column at the bottom or right, as
+            in ``conv2d``).
         dilation: int or (vertical, horizontal).
         mask: ``[N, G*Kh*Kw, Ho, Wo]``, channels ordered (offset group, ky, kx). dtype of ``input``, or float32.
 
     Returns:
-        ``[N, O, Ho, Wo]`` (``[O, Ho, Wo]`` for an input without ``N``) in the dtype of ``input``; channels_last if ``input`` is.
+        ``[N, O, Ho, Wo]`` (``[O, Ho, Wo]`` for an input without ``N``) in the dtype of ``input``; channels_last if
+        ``input`` is.
 
-    Positions are computed in float32 (float64 for float64 ``input``) whatever the dtypes, sums likewise, and rounded once. A NaN offset
-    makes the outputs it touches NaN; infinite offsets and those that lead outside contribute 0.
+    Positions are computed in float32 (float64 for float64 ``input``) whatever the dtypes, sums likewise, and rounded
+    once. A NaN offset makes the outputs it touches NaN; infinite offsets and those that lead outside contribute 0.
 
     Raises:
-        RuntimeError: for shapes, dtypes or devices that do not fit; the text names the argument, what was expected and what it got.
+        RuntimeError: for shapes, dtypes or devices that do not fit; the text names the argument, what was expected and
+            what it got.
 
-    Differentiable with respect to ``input``, ``offset``, ``weight``, ``bias`` and ``mask``.
+    Differentiable once with respect to ``input``, ``offset``, ``weight``, ``bias`` and ``mask``.
     """
-    stride_h, stride_w = stride if type(stride) is tuple and len(stride) == 2 else _pair("stride", stride)
-    dilation_h, dilation_w = dilation if type(dilation) is tuple and len(dilation) == 2 else _pair("dilation", dilation)
+    stride_h, stride_w = _pair("stride", stride)
+    dilation_h, dilation_w = _pair("dilation", dilation)
     batched = input.dim() == 4
     if not batched:
         input, offset, mask = _batched(input, offset, mask)
     if isinstance(padding, str):
         input, pad_h, pad_w = _named_padding(padding, input, weight, (stride_h, stride_w), (dilation_h, dilation_w))
     else:
-        pad_h, pad_w = padding if type(padding) is tuple and len(padding) == 2 else _pair("padding", padding)
+        pad_h, pad_w = _pair("padding", padding)
     allow_tf32 = input.is_cuda and torch.backends.cudnn.allow_tf32
     window = (stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w)
     out = _eager.call(_forward, (input, offset, weight, bias, mask), *window, allow_tf32)
@@ -72,6 +78,8 @@ def deform_conv2d(
 
 
 def _pair(name: str, value: Pair) -> tuple[int, int]:
+    if type(value) is tuple and len(value) == 2 and type(value[0]) is int and type(value[1]) is int:
+        return value
     if isinstance(value, (int, torch.SymInt)):
         return value, value
     if isinstance(value, (tuple, list)):
@@ -91,9 +99,8 @@ def _batched(input, offset, mask):
         raise RuntimeError(f"deform_conv2d: input must have shape [N, C, H, W] or [C, H, W], got {shape}")
     for name, shape, tensor in (("offset", "2*G*Kh*Kw", offset), ("mask", "G*Kh*Kw", mask)):
         if tensor is not None and tensor.dim() != 3:
-            raise RuntimeError(
-                f"deform_conv2d: {name} must have shape [{shape}, Ho, Wo] when input has shape [C, H, W], got {text(tensor.shape)}"
-            )
+            expected = f"[{shape}, Ho, Wo] when input has shape [C, H, W]"
+            raise RuntimeError(f"deform_conv2d: {name} must have shape {expected}, got {text(tensor.shape)}")
     return input.unsqueeze(0), offset.unsqueeze(0), None if mask is None else mask.unsqueeze(0)
 
 
@@ -112,7 +119,7 @@ def _named_padding(padding: str, input, weight, stride, dilation):
     return input, total_h // 2, total_w // 2
 
 
-# ---- fake kernels ----------------------------------------------------------------------------------------------------------------------
+# ---- fake kernels ----------------------------------------------------------------------------------------------------
 
 
 def _check_arguments(op, input, offset, weight, bias, mask, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w):
@@ -139,7 +146,7 @@ def _check_arguments(op, input, offset, weight, bias, mask, stride_h, stride_w, 
 
     def at_least(name, least, *values):
         wrong = [c.statically_known_true(value < least) for value in values]
-        c.require(not any(wrong), op, f"{name} must be at least {least}, got {c.shape_text(values)}")
+        c.require(not any(wrong), op, lambda: f"{name} must be at least {least}, got {c.shape_text(values)}")
 
     at_least("stride", 1, stride_h, stride_w)
     at_least("padding", 0, pad_h, pad_w)
@@ -149,20 +156,24 @@ def _check_arguments(op, input, offset, weight, bias, mask, stride_h, stride_w, 
     out_channels, group_channels, kernel_h, kernel_w = weight.shape
     got_weight, got_offset = (lambda: c.shape_text(weight.shape)), (lambda: c.shape_text(offset.shape))
     c.require_size(
-        lambda: channels == 0, op, lambda: f"input must have at least one channel, got shape {c.shape_text(input.shape)}"
+        lambda: channels == 0,
+        op,
+        lambda: f"input must have at least one channel, got shape {c.shape_text(input.shape)}",
     )
     for size in (kernel_h, kernel_w):
         c.require_size(
-            lambda size=size: size == 0, op, lambda: f"weight must have a kernel of at least 1x1, got shape {got_weight()}"
+            lambda size=size: size == 0,
+            op,
+            lambda: f"weight must have a kernel of at least 1x1, got shape {got_weight()}",
         )
     shape = "weight must have shape [O, C/groups, Kh, Kw] with"
     c.require(
         group_channels != 0 and channels % group_channels == 0,
         op,
-        f"{shape} C/groups dividing C = {channels}, got {got_weight()}",
+        lambda: f"{shape} C/groups dividing C = {channels}, got {got_weight()}",
     )
     groups = channels // group_channels
-    c.require(out_channels % groups == 0, op, f"{shape} groups = {groups} dividing O, got {got_weight()}")
+    c.require(out_channels % groups == 0, op, lambda: f"{shape} groups = {groups} dividing O, got {got_weight()}")
 
     padded = (height + 2 * pad_h, width + 2 * pad_w)
     extent = (dilation_h * (kernel_h - 1) + 1, dilation_w * (kernel_w - 1) + 1)
@@ -170,7 +181,9 @@ def _check_arguments(op, input, offset, weight, bias, mask, stride_h, stride_w, 
         c.require_size(
             lambda have=have, need=need: have < need,
             op,
-            lambda: f"kernel must not be larger than the padded input, {c.shape_text(padded)}, got {c.shape_text(extent)}",
+            lambda: (
+                f"kernel must not be larger than the padded input, {c.shape_text(padded)}, got {c.shape_text(extent)}"
+            ),
         )
     for size in padded:
         c.require_size(
@@ -190,7 +203,10 @@ def _check_arguments(op, input, offset, weight, bias, mask, stride_h, stride_w, 
     c.require(
         channels % offset_groups == 0,
         op,
-        f"offset must have shape [N, 2*G*Kh*Kw, Ho, Wo] with G = {offset_groups} dividing C = {channels}, got {got_offset()}",
+        lambda: (
+            f"offset must have shape [N, 2*G*Kh*Kw, Ho, Wo] with G = {offset_groups} dividing C = {channels}, "
+            f"got {got_offset()}"
+        ),
     )
     if mask is not None:
         c.check_shape(op, "mask", mask, "[N, G*Kh*Kw, Ho, Wo]", (batch, offset_groups * taps, out_h, out_w))
@@ -208,7 +224,6 @@ def _check_backward(grad_output, input, offset, weight, mask, *window_and_flags)
     out_sizes = _check_arguments(op, input, offset, weight, None, mask, *window_and_flags[:6])
     _checks.check_same_dtype(op, "grad_output", grad_output, "input", input)
     _checks.check_same_device(op, "grad_output", grad_output, "input", input)
-    _checks.check_rank(op, "grad_output", grad_output, 4, "[N, O, Ho, Wo]")
     _checks.check_shape(op, "grad_output", grad_output, "[N, O, Ho, Wo]", out_sizes)
     return out_sizes
 
@@ -230,7 +245,7 @@ def _backward_fake(grad_output, input, offset, weight, mask, *window_and_flags):
     )
 
 
-# ---- autograd --------------------------------------------------------------------------------------------------------------------------
+# ---- autograd --------------------------------------------------------------------------------------------------------
 
 
 def _setup_context(ctx, inputs, output):
@@ -260,11 +275,12 @@ def _gradients(ctx, grad_output):
 
 def _second_gradients(ctx, *grads):
     raise RuntimeError(
-        "deform_conv2d_backward: the gradient of this operator is not implemented, so deform_conv2d cannot be differentiated twice"
+        "deform_conv2d_backward: the gradient of this operator is not implemented, so deform_conv2d cannot be "
+        "differentiated twice"
     )
 
 
-# ---- FLOPs -----------------------------------------------------------------------------------------------------------------------------
+# ---- FLOPs -----------------------------------------------------------------------------------------------------------
 
 
 def _flops(input_shape, offset_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
@@ -274,8 +290,10 @@ def _flops(input_shape, offset_shape, weight_shape, *args, out_shape=None, **kwa
     return 2 * pixels * out_channels * group_channels * kernel_h * kernel_w
 
 
-def _backward_flops(grad_output_shape, input_shape, offset_shape, weight_shape, mask_shape, *args, out_shape=None, **kwargs) -> int:
-    """One product for the gradient of the columns, which input, offset and mask share, and one for that of the weight."""
+def _backward_flops(
+    grad_output_shape, input_shape, offset_shape, weight_shape, mask_shape, *args, out_shape=None, **kwargs
+) -> int:
+    """One product for the columns' gradient, which input, offset and mask share, and one for the weight's."""
     need_input, need_offset, need_weight, _need_bias, need_mask = args[7:12]
     products = (need_input or need_offset or need_mask) + need_weight
     return products * _flops(input_shape, offset_shape, weight_shape)
