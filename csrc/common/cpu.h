@@ -1,7 +1,5 @@
-// CPU helpers: threads, matrix products, element conversion and the channels-innermost copies that the sampling loops read.
+// CPU helpers: threads, element conversion and the channels-innermost copies that the sampling loops read.
 #pragma once
-
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <algorithm>
 #include <cstring>
@@ -70,80 +68,57 @@ DEFORMC_MULTIVERSION static void convert(const From* DEFORMC_RESTRICT source, in
   }
 }
 
+// One tile of convert_matrix, of any size.
+template <typename From, typename To>
+DEFORMC_INLINE void convert_tile(const From* from, int64_t from_row, int64_t from_column, To* to, int64_t to_row, int64_t to_column,
+                                 int64_t rows, int64_t columns) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < columns; ++j) to[i * to_row + j * to_column] = static_cast<To>(from[i * from_row + j * from_column]);
+}
+
+constexpr int64_t TRANSPOSE_TILE = 16;
+
+// A full tile whose rows become contiguous columns; computed in float (or double) between narrow types too. Each column is written at once:
+// where the stride of the columns is a power of two, they share a few places of the cache and would be evicted half written.
+template <typename From, typename To>
+DEFORMC_INLINE void transpose_tile(const From* from, int64_t from_row, To* to, int64_t to_column) {
+  using A = accumulate_t<From>;
+  constexpr int64_t TILE = TRANSPOSE_TILE;
+  A wide[TILE * TILE], turned[TILE * TILE];
+  const A* in = wide;
+  int64_t in_row = TILE;
+  if constexpr (std::is_same_v<From, A>) {
+    in = from, in_row = from_row;
+  } else {
+    for (int64_t i = 0; i < TILE; ++i)
+      for (int64_t j = 0; j < TILE; ++j) wide[i * TILE + j] = static_cast<A>(from[i * from_row + j]);
+  }
+  for (int64_t i = 0; i < TILE; i += 4)
+    for (int64_t j = 0; j < TILE; j += 4) transpose4(in + i * in_row + j, in_row, turned + j * TILE + i, TILE);
+  for (int64_t j = 0; j < TILE; ++j)
+    for (int64_t i = 0; i < TILE; ++i) to[j * to_column + i] = static_cast<To>(turned[j * TILE + i]);
+}
+
 // Copies a rows x columns matrix with any strides into one with any strides, in tiles that keep both sides in cache. The case that counts is
-// the transpose: contiguous rows become contiguous columns. It is computed in float (or double) between narrow types too.
+// the transpose: contiguous rows become contiguous columns. Tiles then follow each other along the side whose lines lie farther apart.
 template <typename From, typename To>
 DEFORMC_MULTIVERSION static void convert_matrix(const From* source, int64_t from_row, int64_t from_column, To* destination, int64_t to_row,
                                                 int64_t to_column, int64_t rows, int64_t columns) {
-  using A = accumulate_t<From>;
-  constexpr int64_t TILE = 16;
-  const bool transposes = from_column == 1 && to_row == 1;
-  A wide[TILE * TILE], turned[TILE * TILE];
-  for (int64_t row = 0; row < rows; row += TILE) {
-    const int64_t tile_rows = std::min(TILE, rows - row);
-    for (int64_t column = 0; column < columns; column += TILE) {
-      const int64_t tile_columns = std::min(TILE, columns - column);
-      const From* const from = source + row * from_row + column * from_column;
-      To* const to = destination + row * to_row + column * to_column;
-      if (transposes && tile_rows == TILE && tile_columns == TILE) {
-        const A* in = wide;
-        A* out = turned;
-        int64_t in_row = TILE, out_row = TILE;
-        if constexpr (std::is_same_v<From, A>) {
-          in = from, in_row = from_row;
-        } else {
-          for (int64_t i = 0; i < TILE; ++i)
-            for (int64_t j = 0; j < TILE; ++j) wide[i * TILE + j] = static_cast<A>(from[i * from_row + j]);
-        }
-        if constexpr (std::is_same_v<To, A>) out = to, out_row = to_column;
-        for (int64_t i = 0; i < TILE; i += 4)
-          for (int64_t j = 0; j < TILE; j += 4) transpose4(in + i * in_row + j, in_row, out + j * out_row + i, out_row);
-        if constexpr (!std::is_same_v<To, A>) {
-          for (int64_t j = 0; j < TILE; ++j)
-            for (int64_t i = 0; i < TILE; ++i) to[j * to_column + i] = static_cast<To>(turned[j * TILE + i]);
-        }
-      } else {
-        for (int64_t i = 0; i < tile_rows; ++i)
-          for (int64_t j = 0; j < tile_columns; ++j)
-            to[i * to_row + j * to_column] = static_cast<To>(from[i * from_row + j * from_column]);
-      }
+  constexpr int64_t TILE = TRANSPOSE_TILE;
+  const bool transposes = from_column == 1 && to_row == 1, along_rows = transposes && to_column > from_row;
+  const int64_t row_tiles = ceil_div(rows, TILE), column_tiles = ceil_div(columns, TILE);
+  for (int64_t tile = 0; tile < row_tiles * column_tiles; ++tile) {
+    const int64_t row = (along_rows ? tile % row_tiles : tile / column_tiles) * TILE;
+    const int64_t column = (along_rows ? tile / row_tiles : tile % column_tiles) * TILE;
+    const int64_t tile_rows = std::min(TILE, rows - row), tile_columns = std::min(TILE, columns - column);
+    const From* const from = source + row * from_row + column * from_column;
+    To* const to = destination + row * to_row + column * to_column;
+    if (transposes && tile_rows == TILE && tile_columns == TILE) {
+      transpose_tile(from, from_row, to, to_column);
+    } else {
+      convert_tile(from, from_row, from_column, to, to_row, to_column, tile_rows, tile_columns);
     }
   }
-}
-
-// ---- matrix products ------------------------------------------------------------------------------------------------------------------
-
-template <typename A>
-struct Matrix {
-  A* data;
-  int64_t rows, columns;
-  int64_t row_stride, column_stride;
-};
-
-// out = left @ right + beta * out, with beta 0 (out may hold anything) or 1. BLAS through torch; below a few thousand multiplications its call
-// costs more than the product. Safe inside parallel_for: the product then runs on the calling thread.
-template <typename A>
-void matrix_product(const Matrix<A>& out, const Matrix<const A>& left, const Matrix<const A>& right, int beta) {
-  const int64_t depth = left.columns;
-  if (out.rows * out.columns * depth <= 4096) {
-    for (int64_t i = 0; i < out.rows; ++i) {
-      for (int64_t j = 0; j < out.columns; ++j) {
-        A* const element = out.data + i * out.row_stride + j * out.column_stride;
-        A sum = beta ? *element : A(0);
-        for (int64_t k = 0; k < depth; ++k)
-          sum += left.data[i * left.row_stride + k * left.column_stride] * right.data[k * right.row_stride + j * right.column_stride];
-        *element = sum;
-      }
-    }
-    return;
-  }
-  const auto wrap = [](const auto& matrix) {
-    return torch::stable::from_blob(const_cast<A*>(matrix.data), {matrix.rows, matrix.columns}, {matrix.row_stride, matrix.column_stride},
-                                    torch::stable::Device(torch::headeronly::DeviceType::CPU), scalar_type_of<A>);
-  };
-  const Tensor result = wrap(out);
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_cpu_addmm_out(result.get(), result.get(), wrap(left).get(), wrap(right).get(), beta, 1.0));
 }
 
 }  // namespace deformc

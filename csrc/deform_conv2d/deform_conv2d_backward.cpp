@@ -221,10 +221,8 @@ struct Backward {
                                       weight.depthwise(block, j), scratch.grad_columns.get());
       return;
     }
-    Matrix<const A> gradient = output_gradient(at, block.group * group_out, group_out, unit.subset);
-    std::swap(gradient.rows, gradient.columns);
-    std::swap(gradient.row_stride, gradient.column_stride);
-    matrix_product<A>({scratch.grad_columns.get(), at.count, depth, depth, 1}, gradient, weight.backward(block, depth), 0);
+    const Matrix<const A> gradient = output_gradient(at, block.group * group_out, group_out, unit.subset);
+    matrix_product<A>({scratch.grad_columns.get(), at.count, depth, depth, 1}, gradient.transposed(), weight.backward(block, depth), 0);
   }
 
   // grad_output of some output channels at the pixels of a tile.

@@ -4,15 +4,15 @@
 
 #include <vector>
 
+#include "common/matrix.h"
 #include "deform_conv2d/deform_conv2d_cpu.h"
 
 namespace deformc {
 
 // Workspace for copies of images, at most, where that leaves a choice. Keeps the two sides of a 1x64x1080x1920 call within 64 MiB.
 constexpr int64_t IMAGE_COPY_BYTES = int64_t{40} << 20;
-// Columns of one tile stay in the second-level cache.
-constexpr int64_t COLUMNS_BYTES = int64_t{768} << 10;
-constexpr int64_t MAX_TILE_PIXELS = 128;
+// Columns of one tile stay near the second-level cache.
+constexpr int64_t COLUMNS_BYTES = int64_t{2} << 20;
 // Columns of one matrix product, aimed at where channel blocks are small.
 constexpr int64_t MIN_PRODUCT_DEPTH = 512;
 // Multiplications below which one thread does the whole call.
@@ -41,9 +41,9 @@ inline std::vector<ChannelBlock> cut_channels(const DeformConv2dParams& p, int64
   return blocks;
 }
 
-// The weight in the order of the columns. Each group is a matrix [group's columns, O/groups] for the forward direction (BY_COLUMN), and
-// [O/groups, group's columns] for the backward one (BY_OUTPUT): the orders in which BLAS is fastest. For depthwise convolution it is
-// [O/C, blocks' columns] in both.
+// The weight in the order of the columns. Each block is a matrix [block's columns, O/groups] for the forward direction (BY_COLUMN), those
+// of a group one below the other, and [O/groups, block's columns] for the backward one (BY_OUTPUT): the orders in which BLAS is fastest.
+// For depthwise convolution it is [O/C, blocks' columns] in both.
 enum class WeightOrder { BY_COLUMN, BY_OUTPUT };
 
 template <typename A>
@@ -56,7 +56,7 @@ struct PackedWeight {
     return {data.get() + (block.group * columns + block.column) * group_out, depth, group_out, group_out, 1};
   }
   Matrix<const A> backward(const ChannelBlock& block, int64_t depth) const {
-    return {data.get() + block.group * group_out * columns + block.column, group_out, depth, columns, 1};
+    return {data.get() + (block.group * columns + block.column) * group_out, group_out, depth, depth, 1};
   }
   const A* depthwise(const ChannelBlock& block, int64_t output) const { return data.get() + output * columns + block.column; }
 };
@@ -88,10 +88,10 @@ PackedWeight<accumulate_t<T>> pack_weight(const DeformConv2dParams& p, const T* 
         for (int64_t j = 0; j < columns; ++j)
           std::copy_n(turned.get() + j * ROWS, rows, group + (j % taps * block.channels + j / taps) * group_out);
       } else {
-        A* const group = packed.data.get() + (block.group * group_out + first) * packed.columns + block.column;
+        A* const group = packed.data.get() + (block.group * packed.columns + block.column) * group_out + first * columns;
         for (int64_t row = 0; row < rows; ++row)
           for (int64_t tap = 0; tap < taps; ++tap)
-            convert(source + row * group_channels * taps + tap, taps, group + row * packed.columns + tap * block.channels, 1, block.channels);
+            convert(source + row * group_channels * taps + tap, taps, group + row * columns + tap * block.channels, 1, block.channels);
       }
     }
   });
@@ -137,11 +137,12 @@ ImageWindow<const accumulate_t<T>> direct_window(const DeformConv2dParams& p, co
 }
 
 inline int64_t tile_pixels(const DeformConv2dParams& p, int64_t bytes_per_pixel, int64_t pixels, int64_t images) {
-  const int64_t limit = std::clamp<int64_t>(COLUMNS_BYTES / bytes_per_pixel, 16, MAX_TILE_PIXELS);
+  const auto rounded_up = [](int64_t value) { return ceil_div(value, RECURRING_MULTIPLE) * RECURRING_MULTIPLE; };
+  const int64_t limit = std::clamp<int64_t>(rounded_up(COLUMNS_BYTES / bytes_per_pixel), RECURRING_MULTIPLE, best_product_rows());
   // The same number of tiles for each thread.
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t tiles = ceil_div(ceil_div(pixels, limit) * images, threads) * threads;
-  return std::clamp<int64_t>(ceil_div(pixels * images, tiles), std::min<int64_t>(limit, 32), limit);
+  return std::clamp<int64_t>(rounded_up(ceil_div(pixels * images, tiles)), std::min<int64_t>(limit, 32), limit);
 }
 
 }  // namespace deformc
