@@ -41,7 +41,14 @@ def compile_args() -> list[str]:
     args = [f"-D{name}={value}" for name, value in defines.items()]
     args += ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-psabi"]
     if os.environ.get("DEFORMC_SANITIZE") == "1":
-        return [*args, "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover"]
+        return [
+            *args,
+            "-O1",
+            "-g",
+            "-fno-omit-frame-pointer",
+            "-fsanitize=address,undefined,float-cast-overflow",
+            "-fno-sanitize-recover",
+        ]
     if os.environ.get("DEBUG") == "1":
         return [*args, "-O0", "-g"]
     # Neither flag changes a value: they let the compiler ignore errno and floating-point traps.

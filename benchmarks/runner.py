@@ -117,7 +117,7 @@ def _interleaved(first: Column, second: Column, effort: Effort) -> tuple[list[fl
     samples = ([], [])
     for _ in range(effort.samples):
         for column, count, of_column in zip((first, second), repeats, samples, strict=True):
-            # The other's threads spin after its last call: OpenMP's for a few milliseconds, onnxruntime's for more than 20.
+            # The other's threads spin after its last call: OpenMP's for milliseconds, onnxruntime's for more than 20.
             time.sleep(min(0.05, effort.seconds))
             of_column.append(_sample(column, count))
     return samples

@@ -63,6 +63,11 @@ def float32_only(spec: OpSpec, device: str, *, mixed: bool) -> Iterator[Dtypes]:
     yield Dtypes(torch.float32, torch.float32, torch.float32)
 
 
+def every_dtype_of_core(spec: OpSpec, device: str, *, mixed: bool) -> Iterable[Dtypes]:
+    """Every combination for core samples, float32 for the others."""
+    return (all_dtypes if mixed else float32_only)(spec, device, mixed=mixed)
+
+
 def parametrize_samples(
     select: Callable[[Sample], bool] = lambda sample: True,
     dtypes: Callable[..., Iterable[Dtypes]] = all_dtypes,

@@ -1,7 +1,7 @@
 """torch.library.opcheck, all of it: schema, autograd registration, fakes, AOTDispatch with fixed and dynamic sizes."""
 
 import torch
-from common import all_dtypes, float32_only, parametrize_samples, random_like, subsets, tensors_of, with_grad
+from common import every_dtype_of_core, float32_only, parametrize_samples, random_like, subsets, tensors_of, with_grad
 
 # opcheck compares compiled with eager results by a rule to which NaN equals nothing: test_compile.py does it for those.
 WITHOUT_AOT_DISPATCH = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -14,10 +14,6 @@ def opcheck(sample, op, arguments):
         torch.library.opcheck(op, arguments)
 
 
-def other_dtypes(spec, device, *, mixed):
-    return [dtypes for dtypes in all_dtypes(spec, device, mixed=mixed) if set(dtypes) != {torch.float32}]
-
-
 def op_level(sample):
     return sample.op_level
 
@@ -26,15 +22,8 @@ def core(sample):
     return sample.core and sample.op_level
 
 
-@parametrize_samples(op_level, float32_only)
+@parametrize_samples(op_level, every_dtype_of_core)
 def test_every_gradient(device, spec, sample, dtypes):
-    arguments = sample.make(device, dtypes, 0)
-    arguments = with_grad(arguments, tensors_of(spec, arguments))
-    opcheck(sample, spec.op, spec.op_arguments(arguments))
-
-
-@parametrize_samples(core, other_dtypes)
-def test_other_dtypes(device, spec, sample, dtypes):
     arguments = sample.make(device, dtypes, 0)
     arguments = with_grad(arguments, tensors_of(spec, arguments))
     opcheck(sample, spec.op, spec.op_arguments(arguments))
@@ -48,16 +37,8 @@ def test_no_gradient_and_one_at_a_time(device, spec, sample, dtypes):
             opcheck(sample, spec.op, spec.op_arguments(with_grad(arguments, wanted)))
 
 
-@parametrize_samples(op_level, float32_only)
+@parametrize_samples(op_level, every_dtype_of_core)
 def test_backward_op(device, spec, sample, dtypes):
-    arguments = sample.make(device, dtypes, 0)
-    grad_output = random_like(spec.function(**arguments))
-    needs = frozenset(tensors_of(spec, arguments))
-    opcheck(sample, spec.backward_op, spec.backward_arguments(arguments, grad_output, needs))
-
-
-@parametrize_samples(core, other_dtypes)
-def test_backward_op_other_dtypes(device, spec, sample, dtypes):
     arguments = sample.make(device, dtypes, 0)
     grad_output = random_like(spec.function(**arguments))
     needs = frozenset(tensors_of(spec, arguments))

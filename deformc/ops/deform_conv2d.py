@@ -121,75 +121,62 @@ def _named_padding(padding: str, input, weight, stride, dilation):
 
 # ---- fake kernels ----------------------------------------------------------------------------------------------------
 
+_WEIGHT, _OFFSET, _MASK = "[O, C/groups, Kh, Kw]", "[N, 2*G*Kh*Kw, Ho, Wo]", "[N, G*Kh*Kw, Ho, Wo]"
+
 
 def _check_arguments(op, input, offset, weight, bias, mask, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w):
-    """check_arguments of csrc/deform_conv2d/deform_conv2d.cpp, in the same order; the size of the output."""
-    c = _checks
-    c.check_rank(op, "input", input, 4, "[N, C, H, W]")
-    c.check_rank(op, "weight", weight, 4, "[O, C/groups, Kh, Kw]")
-    c.check_rank(op, "offset", offset, 4, "[N, 2*G*Kh*Kw, Ho, Wo]")
-    if mask is not None:
-        c.check_rank(op, "mask", mask, 4, "[N, G*Kh*Kw, Ho, Wo]")
-    if bias is not None:
-        c.check_rank(op, "bias", bias, 1, "[O]")
+    """check_arguments of csrc/deform_conv2d/deform_conv2d_host.h, in the same order; the size of the output."""
+    checks = _checks.Checks(op)
+    text = _checks.shape_text
+    checks.rank("input", input, 4, "[N, C, H, W]")
+    checks.rank("weight", weight, 4, _WEIGHT)
+    checks.rank("offset", offset, 4, _OFFSET)
+    checks.rank("mask", mask, 4, _MASK)
+    checks.rank("bias", bias, 1, "[O]")
 
-    coordinates = [("offset", offset)] + ([] if mask is None else [("mask", mask)])
-    others = [] if bias is None else [("bias", bias)]
-    c.check_data_dtype(op, "input", input)
-    c.check_same_dtype(op, "weight", weight, "input", input)
-    for name, tensor in coordinates:
-        c.check_coordinate_dtype(op, name, tensor, "input", input)
-    for name, tensor in others:
-        c.check_same_dtype(op, name, tensor, "input", input)
-    for name, tensor in [("weight", weight), *coordinates, *others]:
-        c.check_same_device(op, name, tensor, "input", input)
+    checks.data_dtype("input", input)
+    checks.same_dtype("weight", weight, "input", input)
+    checks.coordinate_dtype("offset", offset, "input", input)
+    checks.coordinate_dtype("mask", mask, "input", input)
+    checks.same_dtype("bias", bias, "input", input)
+    for name, tensor in (("weight", weight), ("offset", offset), ("mask", mask), ("bias", bias)):
+        checks.same_device(name, tensor, "input", input)
 
-    def at_least(name, least, *values):
-        wrong = [c.statically_known_true(value < least) for value in values]
-        c.require(not any(wrong), op, lambda: f"{name} must be at least {least}, got {c.shape_text(values)}")
-
-    at_least("stride", 1, stride_h, stride_w)
-    at_least("padding", 0, pad_h, pad_w)
-    at_least("dilation", 1, dilation_h, dilation_w)
+    checks.at_least("stride", 1, stride_h, stride_w)
+    checks.at_least("padding", 0, pad_h, pad_w)
+    checks.at_least("dilation", 1, dilation_h, dilation_w)
 
     batch, channels, height, width = input.shape
     out_channels, group_channels, kernel_h, kernel_w = weight.shape
-    got_weight, got_offset = (lambda: c.shape_text(weight.shape)), (lambda: c.shape_text(offset.shape))
-    c.require_size(
-        lambda: channels == 0,
-        op,
-        lambda: f"input must have at least one channel, got shape {c.shape_text(input.shape)}",
+    checks.forbid_size(
+        lambda: channels == 0, lambda: f"input must have at least one channel, got shape {text(input.shape)}"
     )
     for size in (kernel_h, kernel_w):
-        c.require_size(
+        checks.forbid_size(
             lambda size=size: size == 0,
-            op,
-            lambda: f"weight must have a kernel of at least 1x1, got shape {got_weight()}",
+            lambda: f"weight must have a kernel of at least 1x1, got shape {text(weight.shape)}",
         )
-    shape = "weight must have shape [O, C/groups, Kh, Kw] with"
-    c.require(
-        group_channels != 0 and channels % group_channels == 0,
-        op,
-        lambda: f"{shape} C/groups dividing C = {channels}, got {got_weight()}",
+
+    def weight_text(expected):
+        return lambda: f"weight must have shape {_WEIGHT} with {expected}, got {text(weight.shape)}"
+
+    checks.require(
+        group_channels != 0 and channels % group_channels == 0, weight_text(f"C/groups dividing C = {channels}")
     )
     groups = channels // group_channels
-    c.require(out_channels % groups == 0, op, lambda: f"{shape} groups = {groups} dividing O, got {got_weight()}")
+    checks.require(out_channels % groups == 0, weight_text(f"groups = {groups} dividing O"))
 
     padded = (height + 2 * pad_h, width + 2 * pad_w)
     extent = (dilation_h * (kernel_h - 1) + 1, dilation_w * (kernel_w - 1) + 1)
     for have, need in zip(padded, extent, strict=True):
-        c.require_size(
+        checks.forbid_size(
             lambda have=have, need=need: have < need,
-            op,
-            lambda: (
-                f"kernel must not be larger than the padded input, {c.shape_text(padded)}, got {c.shape_text(extent)}"
-            ),
+            lambda: f"kernel must not be larger than the padded input, {text(padded)}, got {text(extent)}",
         )
     for size in padded:
-        c.require_size(
+        checks.forbid_size(
             lambda size=size: size >= 2**30,
-            op,
-            lambda: f"input is too large: H, W and their padded sizes must be below 2^30, got {c.shape_text(padded)}",
+            lambda: f"input is too large: H, W and their padded sizes must be below 2^30, got {text(padded)}",
         )
     out_h = (padded[0] - extent[0]) // stride_h + 1
     out_w = (padded[1] - extent[1]) // stride_w + 1
@@ -198,20 +185,17 @@ def _check_arguments(op, input, offset, weight, bias, mask, stride_h, stride_w, 
     offset_channels = offset.shape[1]
     if offset_channels == 0 or offset_channels % (2 * taps) != 0:
         offset_channels = 2 * taps
-    c.check_shape(op, "offset", offset, "[N, 2*G*Kh*Kw, Ho, Wo]", (batch, offset_channels, out_h, out_w))
+    checks.shape("offset", offset, _OFFSET, (batch, offset_channels, out_h, out_w))
     offset_groups = offset_channels // (2 * taps)
-    c.require(
+    checks.require(
         channels % offset_groups == 0,
-        op,
         lambda: (
-            f"offset must have shape [N, 2*G*Kh*Kw, Ho, Wo] with G = {offset_groups} dividing C = {channels}, "
-            f"got {got_offset()}"
+            f"offset must have shape {_OFFSET} with G = {offset_groups} dividing C = {channels}, "
+            f"got {text(offset.shape)}"
         ),
     )
-    if mask is not None:
-        c.check_shape(op, "mask", mask, "[N, G*Kh*Kw, Ho, Wo]", (batch, offset_groups * taps, out_h, out_w))
-    if bias is not None:
-        c.check_shape(op, "bias", bias, "[O]", (out_channels,))
+    checks.shape("mask", mask, _MASK, (batch, offset_groups * taps, out_h, out_w))
+    checks.shape("bias", bias, "[O]", (out_channels,))
     return batch, out_channels, out_h, out_w
 
 
@@ -222,9 +206,10 @@ def _check_forward(input, offset, weight, bias, mask, *window):
 def _check_backward(grad_output, input, offset, weight, mask, *window_and_flags):
     op = "deform_conv2d_backward"
     out_sizes = _check_arguments(op, input, offset, weight, None, mask, *window_and_flags[:6])
-    _checks.check_same_dtype(op, "grad_output", grad_output, "input", input)
-    _checks.check_same_device(op, "grad_output", grad_output, "input", input)
-    _checks.check_shape(op, "grad_output", grad_output, "[N, O, Ho, Wo]", out_sizes)
+    checks = _checks.Checks(op)
+    checks.same_dtype("grad_output", grad_output, "input", input)
+    checks.same_device("grad_output", grad_output, "input", input)
+    checks.shape("grad_output", grad_output, "[N, O, Ho, Wo]", out_sizes)
     return out_sizes
 
 
