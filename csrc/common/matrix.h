@@ -49,13 +49,9 @@ inline bool prefers_onednn() {
 #endif
 }
 
-// oneDNN compiles a kernel for each new shape, about as long as ten of these products take: it is for shapes that come again, full tiles
-// and not what is left at the end.
+// oneDNN compiles a kernel for each new shape, which takes as long as several products. So it gets only counts of pixels that come again: those
+// of full tiles, and not what is left at the end of an image.
 constexpr int64_t RECURRING_MULTIPLE = 16;
-
-inline bool worth_compiling(int64_t rows, int64_t depth, int64_t columns) {
-  return rows % RECURRING_MULTIPLE == 0 && depth % RECURRING_MULTIPLE == 0 && rows * depth * columns >= (1 << 20);
-}
 
 // A call of oneDNN costs about 10 microseconds, which the larger products of more rows hide; MKL is fastest while the operands stay in cache.
 inline int64_t best_product_rows() { return prefers_onednn() ? 512 : 128; }
@@ -85,12 +81,13 @@ inline void multiply_onednn(const Matrix<float>& out, const Matrix<const float>&
 #endif
 }
 
-// out = left @ right + beta * out, with beta 0 (out may hold anything) or 1. Below a few thousand multiplications the call of a library costs
-// more than the product. Safe inside parallel_for: the product then runs on the calling thread.
+// out = left @ right + beta * out, with beta 0 (out may hold anything) or 1. `pixels` is the one of the three sizes that varies from call to
+// call. Below a few thousand multiplications the call of a library costs more than the product. Safe inside parallel_for: the product then
+// runs on the calling thread.
 template <typename A>
-void matrix_product(const Matrix<A>& out, const Matrix<const A>& left, const Matrix<const A>& right, int beta) {
-  const int64_t depth = left.columns;
-  if (out.rows * out.columns * depth <= 4096) {
+void matrix_product(const Matrix<A>& out, const Matrix<const A>& left, const Matrix<const A>& right, int beta, int64_t pixels) {
+  const int64_t depth = left.columns, work = out.rows * out.columns * depth;
+  if (work <= 4096) {
     for (int64_t i = 0; i < out.rows; ++i) {
       for (int64_t j = 0; j < out.columns; ++j) {
         A* const element = out.data + i * out.row_stride + j * out.column_stride;
@@ -103,7 +100,7 @@ void matrix_product(const Matrix<A>& out, const Matrix<const A>& left, const Mat
     return;
   }
   if constexpr (std::is_same_v<A, float>) {
-    if (out.column_stride == 1 && worth_compiling(out.rows, depth, out.columns) && prefers_onednn())
+    if (pixels % RECURRING_MULTIPLE == 0 && work >= (1 << 20) && out.column_stride == 1 && prefers_onednn())
       return multiply_onednn(out, left, right, beta);
   }
   const Tensor result = out.tensor();

@@ -176,7 +176,8 @@ struct Forward {
     const bool starts = block.column == 0;
     if (starts && weight_bias)
       for (int64_t i = 0; i < count; ++i) std::copy_n(bias.get() + first_out, group_out, sums.data + i * sums.row_stride);
-    matrix_product<A>(sums, {scratch.columns.get(), count, depth, depth, 1}, weight.forward(block, depth), starts && !weight_bias ? 0 : 1);
+    matrix_product<A>(sums, {scratch.columns.get(), count, depth, depth, 1}, weight.forward(block, depth), starts && !weight_bias ? 0 : 1,
+                      count);
     if (!in_place && block.column + depth == weight.columns)
       convert_matrix(sums.data, group_out, 1, target, out.stride[3], out.stride[1], count, group_out);
   }

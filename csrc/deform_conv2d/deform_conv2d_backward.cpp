@@ -207,7 +207,7 @@ struct Backward {
     } else {
       matrix_product<A>({unit.grad_weight.get(), group_out, depth, depth, 1},
                         output_gradient(at, block.group * group_out, group_out, unit.subset),
-                        {scratch.columns.get(), at.count, depth, depth, 1}, 1);
+                        {scratch.columns.get(), at.count, depth, depth, 1}, 1, at.count);
     }
   }
 
@@ -222,7 +222,8 @@ struct Backward {
       return;
     }
     const Matrix<const A> gradient = output_gradient(at, block.group * group_out, group_out, unit.subset);
-    matrix_product<A>({scratch.grad_columns.get(), at.count, depth, depth, 1}, gradient.transposed(), weight.backward(block, depth), 0);
+    matrix_product<A>({scratch.grad_columns.get(), at.count, depth, depth, 1}, gradient.transposed(), weight.backward(block, depth), 0,
+                      at.count);
   }
 
   // grad_output of some output channels at the pixels of a tile.
