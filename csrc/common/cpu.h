@@ -68,6 +68,68 @@ DEFORMC_MULTIVERSION static void convert(const From* DEFORMC_RESTRICT source, in
   }
 }
 
+// Rows of `count` numbers.
+template <typename From, typename To>
+DEFORMC_MULTIVERSION static void convert_rows(const From* source, int64_t source_row, To* destination, int64_t destination_row, int64_t rows,
+                                              int64_t count) {
+  for (int64_t row = 0; row < rows; ++row, source += source_row, destination += destination_row)
+    for (int64_t i = 0; i < count; ++i) destination[i] = static_cast<To>(source[i]);
+}
+
+// LANES<A> numbers of a narrower type, widened.
+template <typename A, typename T>
+DEFORMC_INLINE Vector<A> load_as(const T* values) {
+#if DEFORMC_HAS_VECTORS
+  if constexpr (std::is_same_v<T, BFloat16> || std::is_same_v<T, Half>) {
+    typedef uint16_t Narrow __attribute__((vector_size(32)));
+    typedef uint32_t Wide __attribute__((vector_size(64)));
+    Narrow narrow;
+    memcpy(&narrow, values, sizeof(narrow));
+    Wide bits = __builtin_convertvector(narrow, Wide);
+    Vector<A> vector;
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      bits <<= 16;
+      memcpy(&vector, &bits, sizeof(vector));
+    } else {
+      // The exponent's bias is put right by a multiplication, which is exact for subnormal numbers too.
+      const Wide magnitude = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
+      const Wide special = Wide(magnitude >= (0x7c00u << 13)) & 0x7f800000u;  // infinity and not a number
+      memcpy(&vector, &magnitude, sizeof(vector));
+      vector = vector * 0x1p112f;
+      memcpy(&bits, &vector, sizeof(bits));
+      bits |= special | sign;
+      memcpy(&vector, &bits, sizeof(vector));
+    }
+    return vector;
+  }
+#endif
+  if constexpr (std::is_same_v<T, A>) {
+    return load(values);
+  } else {
+    A wide[LANES<A>];
+    for (int64_t i = 0; i < LANES<A>; ++i) wide[i] = static_cast<A>(values[i]);
+    return load(wide);
+  }
+}
+
+// Copies rows of `count` numbers. A call of memcpy for each would take longer than the short copies meant here.
+template <typename T>
+DEFORMC_MULTIVERSION static void copy_short_rows(const T* source, int64_t source_row, T* destination, int64_t destination_row, int64_t rows,
+                                                 int64_t count) {
+  for (int64_t row = 0; row < rows; ++row, source += source_row, destination += destination_row) {
+    const char* const from = reinterpret_cast<const char*>(source);
+    char* const to = reinterpret_cast<char*>(destination);
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    int64_t i = 0;
+    for (; i + 64 <= bytes; i += 64) {
+      Vector<float> line;
+      memcpy(&line, from + i, 64);
+      memcpy(to + i, &line, 64);
+    }
+    for (i /= sizeof(T); i < count; ++i) destination[i] = source[i];
+  }
+}
+
 // One tile of convert_matrix, of any size.
 template <typename From, typename To>
 DEFORMC_INLINE void convert_tile(const From* from, int64_t from_row, int64_t from_column, To* to, int64_t to_row, int64_t to_column,

@@ -14,6 +14,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace deformc {
 
@@ -50,6 +51,12 @@ template <size_t N>
 std::ostream& operator<<(std::ostream& out, const std::array<int64_t, N>& values) {
   out << "[";
   for (size_t i = 0; i < N; ++i) out << (i ? ", " : "") << values[i];
+  return out << "]";
+}
+
+inline std::ostream& operator<<(std::ostream& out, const std::vector<int64_t>& values) {
+  out << "[";
+  for (size_t i = 0; i < values.size(); ++i) out << (i ? ", " : "") << values[i];
   return out << "]";
 }
 
@@ -140,6 +147,10 @@ inline void check_coordinate_dtype(const char* op, const char* name, const Tenso
         DtypeText{tensor.scalar_type()});
 }
 
+inline void check_index_dtype(const char* op, const char* name, const Tensor& tensor) {
+  check(tensor.scalar_type() == ScalarType::Long, op, name, " must be int64, got ", DtypeText{tensor.scalar_type()});
+}
+
 inline void check_same_device(const char* op, const char* name, const Tensor& tensor, const char* data_name, const Tensor& data) {
   check(device_type(tensor) == device_type(data) && tensor.get_device_index() == data.get_device_index(), op, name,
         " must be on the device of ", data_name, ", ", DeviceText{data}, ", got ", DeviceText{tensor});
@@ -181,6 +192,32 @@ auto dispatch_data_dtype(ScalarType dtype, const Body& body) {
   }
 }
 
+// Calls body with the types of the data and of the coordinates, which are float where they are not that of the data.
+template <typename Body>
+void dispatch_dtypes(ScalarType data_dtype, ScalarType coordinate_dtype, const Body& body) {
+  dispatch_data_dtype(data_dtype, [&](auto data) {
+    if (coordinate_dtype == data_dtype) {
+      body(data, data);
+    } else {
+      body(data, TypeTag<float>{});
+    }
+  });
+}
+
+// Coordinates and the factors (mask, attention weights) that go with them in one dtype: the wider of the two.
+struct Coordinates {
+  Tensor positions;
+  OptionalTensor factors;
+};
+
+inline Coordinates widen_coordinates(const Tensor& positions, const OptionalTensor& factors) {
+  if (!factors || positions.scalar_type() == factors->scalar_type()) return {positions, factors};
+  // The dtypes are that of the data and float32.
+  const bool has_double = positions.scalar_type() == ScalarType::Double || factors->scalar_type() == ScalarType::Double;
+  const ScalarType wide = has_double ? ScalarType::Double : ScalarType::Float;
+  return {torch::stable::to(positions, wide), torch::stable::to(*factors, wide)};
+}
+
 // ---- layouts --------------------------------------------------------------------------------------------------------------------------
 
 // Whether a 4-dimensional tensor is dense in the order N, H, W, C (strides of dimensions of size 1 do not matter) and not also in N, C, H, W.
@@ -199,26 +236,38 @@ inline Tensor empty_like_layout(const Tensor& like, const std::array<int64_t, 4>
   return torch::stable::empty({sizes.data(), sizes.size()}, like.scalar_type(), std::nullopt, like.device(), std::nullopt, format);
 }
 
-// Pointer and strides of a 4-dimensional tensor; kernels index it as [n][c][y][x].
-template <typename T>
-struct View4 {
+// Pointer and strides of a tensor of rank R; a 4-dimensional one is indexed as [n][c][y][x] by its kernels.
+template <typename T, int R>
+struct View {
   T* data = nullptr;
-  int64_t stride[4] = {0, 0, 0, 0};
-  T* at(int64_t n, int64_t c, int64_t y, int64_t x) const {
-    return data + n * stride[0] + c * stride[1] + y * stride[2] + x * stride[3];
+  int64_t stride[R] = {};
+  template <typename... Indices>
+  T* at(Indices... indices) const {
+    static_assert(sizeof...(Indices) == R);
+    const int64_t index[R] = {indices...};
+    T* pointer = data;
+    for (int dim = 0; dim < R; ++dim) pointer += index[dim] * stride[dim];
+    return pointer;
   }
 };
-
 template <typename T>
-View4<T> view4(const Tensor& tensor) {
-  View4<T> view;
+using View4 = View<T, 4>;
+
+template <typename T, int R>
+View<T, R> view_of(const Tensor& tensor) {
+  View<T, R> view;
   if constexpr (std::is_const_v<T>) {
     view.data = static_cast<T*>(tensor.const_data_ptr());
   } else {
     view.data = static_cast<T*>(tensor.mutable_data_ptr());
   }
-  for (int dim = 0; dim < 4; ++dim) view.stride[dim] = tensor.stride(dim);
+  for (int dim = 0; dim < R; ++dim) view.stride[dim] = tensor.stride(dim);
   return view;
+}
+
+template <typename T>
+View4<T> view4(const Tensor& tensor) {
+  return view_of<T, 4>(tensor);
 }
 
 }  // namespace deformc

@@ -203,14 +203,14 @@ Tensor deform_conv2d_cpu(const Tensor& input, const Tensor& offset, const Tensor
   if (out.numel() == 0) return out;
   const Coordinates coordinates = widen_coordinates(offset, mask);
   const Tensor packable = torch::stable::contiguous(weight);
-  dispatch_dtypes(input, coordinates.offset, [&](auto data, auto coordinate) {
+  dispatch_dtypes(input.scalar_type(), coordinates.positions.scalar_type(), [&](auto data, auto coordinate) {
     using T = typename decltype(data)::type;
     using C = typename decltype(coordinate)::type;
     const View4<const T> input_view = view4<const T>(input);
     Forward<T, C>{p,
                   input_view,
-                  view4<const C>(coordinates.offset),
-                  coordinates.mask ? view4<const C>(*coordinates.mask) : View4<const C>{},
+                  view4<const C>(coordinates.positions),
+                  coordinates.factors ? view4<const C>(*coordinates.factors) : View4<const C>{},
                   bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
                   bias ? bias->stride(0) : 0,
                   view4<T>(out),

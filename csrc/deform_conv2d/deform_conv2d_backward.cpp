@@ -324,7 +324,7 @@ Gradients deform_conv2d_backward_cpu(const Tensor& grad_output, const Tensor& in
     torch::stable::zero_(grad_input);
     torch::stable::zero_(grad_weight);
   } else if (needs.columns() || needs.weight) {
-    dispatch_dtypes(input, coordinates.offset, [&](auto data, auto coordinate) {
+    dispatch_dtypes(input.scalar_type(), coordinates.positions.scalar_type(), [&](auto data, auto coordinate) {
       using T = typename decltype(data)::type;
       using C = typename decltype(coordinate)::type;
       using A = accumulate_t<T>;
@@ -333,8 +333,8 @@ Gradients deform_conv2d_backward_cpu(const Tensor& grad_output, const Tensor& in
                      needs,
                      view4<const T>(grad_output),
                      input_view,
-                     view4<const C>(coordinates.offset),
-                     coordinates.mask ? view4<const C>(*coordinates.mask) : View4<const C>{},
+                     view4<const C>(coordinates.positions),
+                     coordinates.factors ? view4<const C>(*coordinates.factors) : View4<const C>{},
                      needs.input ? view4<T>(grad_input) : View4<T>{},
                      needs.weight ? view4<T>(grad_weight) : View4<T>{},
                      static_cast<A*>(grad_offset.mutable_data_ptr()),

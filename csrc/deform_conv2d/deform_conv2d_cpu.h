@@ -312,7 +312,7 @@ DEFORMC_MULTIVERSION static void backpropagate_block(Samples<A> s, int64_t taps,
             channels, gradient, corners, w, mask, out, {into(y, x), into(y, x + 1), into(y + 1, x), into(y + 1, x + 1)});
         gradients = sample_gradients(sums, fraction_y, fraction_x, mask);
         if (!counts) {
-          gradients.mask = 0;
+          gradients.factor = 0;
           if constexpr (SAMPLE) interpolate_channels(channels, corners_outside<A>(), w, mask, out);
         }
       } else {
@@ -323,7 +323,7 @@ DEFORMC_MULTIVERSION static void backpropagate_block(Samples<A> s, int64_t taps,
       if constexpr (SAMPLE) {
         tile.grad_y[tap * tile.grad_stride + i] = gradients.y;
         tile.grad_x[tap * tile.grad_stride + i] = gradients.x;
-        tile.grad_mask[tap * tile.grad_stride + i] = gradients.mask;
+        tile.grad_mask[tap * tile.grad_stride + i] = gradients.factor;
       }
     }
   }

@@ -88,30 +88,4 @@ inline DeformConv2dParams check_arguments(const char* op, const Tensor& input, c
   return p;
 }
 
-// Offset and mask in one dtype: the wider of the two.
-struct Coordinates {
-  Tensor offset;
-  OptionalTensor mask;
-};
-
-inline Coordinates widen_coordinates(const Tensor& offset, const OptionalTensor& mask) {
-  if (!mask || offset.scalar_type() == mask->scalar_type()) return {offset, mask};
-  // The dtypes are that of the data and float32.
-  const ScalarType wide = offset.scalar_type() == ScalarType::Double || mask->scalar_type() == ScalarType::Double ? ScalarType::Double
-                                                                                                                 : ScalarType::Float;
-  return {torch::stable::to(offset, wide), torch::stable::to(*mask, wide)};
-}
-
-// Calls body with the type of the data and the type of the coordinates.
-template <typename Body>
-void dispatch_dtypes(const Tensor& input, const Tensor& offset, const Body& body) {
-  dispatch_data_dtype(input.scalar_type(), [&](auto data) {
-    if (offset.scalar_type() == input.scalar_type()) {
-      body(data, data);
-    } else {
-      body(data, TypeTag<float>{});
-    }
-  });
-}
-
 }  // namespace deformc
