@@ -143,7 +143,7 @@ DEFORMC_MULTIVERSION static void weigh_corners(int64_t count, const A* DEFORMC_R
 // `corners` lack one of the bits of `needed`.
 template <typename A>
 DEFORMC_MULTIVERSION static void find_addresses(int64_t count, const int32_t* DEFORMC_RESTRICT width, const int64_t* DEFORMC_RESTRICT start,
-                                                Points<A> s, int32_t needed, const void* pixels, int64_t pixel_bytes, const void* outside,
+                                                Points<A> s, int32_t needed, uintptr_t pixels, int64_t pixel_bytes, const void* outside,
                                                 CornerAddresses to) {
   const int32_t* DEFORMC_RESTRICT y = s.y;
   const int32_t* DEFORMC_RESTRICT x = s.x;
@@ -152,11 +152,11 @@ DEFORMC_MULTIVERSION static void find_addresses(int64_t count, const int32_t* DE
   uintptr_t* DEFORMC_RESTRICT a01 = to.a01;
   uintptr_t* DEFORMC_RESTRICT a10 = to.a10;
   uintptr_t* DEFORMC_RESTRICT a11 = to.a11;
-  const uintptr_t base = reinterpret_cast<uintptr_t>(pixels), nowhere = reinterpret_cast<uintptr_t>(outside);
+  const uintptr_t nowhere = reinterpret_cast<uintptr_t>(outside);
   for (int64_t i = 0; i < count; ++i) {
     // Wraps around for corners that are not there.
     const uintptr_t row_bytes = static_cast<uintptr_t>(width[i]) * pixel_bytes;
-    const uintptr_t first = base + static_cast<uintptr_t>(start[i] + x[i]) * pixel_bytes + static_cast<uintptr_t>(int64_t{y[i]}) * row_bytes;
+    const uintptr_t first = pixels + static_cast<uintptr_t>(start[i] + x[i]) * pixel_bytes + static_cast<uintptr_t>(int64_t{y[i]}) * row_bytes;
     const int32_t bits = (corners[i] & needed) == needed ? corners[i] : 0;
     a00[i] = bits & CORNER_00 ? first : nowhere;
     a01[i] = bits & CORNER_01 ? first + pixel_bytes : nowhere;
@@ -188,6 +188,60 @@ void plan_points(const MsDeformAttnParams& p, const PointTable& table, int64_t f
   find_corners(count * points, every_corner, table.height(), table.width(), s.y, s.x, s.fraction_y, s.fraction_x, s.corners);
   weigh_corners(count * points, s.fraction_y, s.fraction_x, s.w00, s.w01, s.w10, s.w11);
 }
+
+// Points below which one thread does the whole call.
+constexpr int64_t SMALL_POINTS = 512;
+// Copies of the value, at most, where that leaves a choice.
+constexpr int64_t VALUE_COPY_BYTES = int64_t{64} << 20;
+
+// Whether there are enough points for the pixels of a head to be brought together.
+inline bool is_dense(const MsDeformAttnParams& p) { return p.queries * p.points >= p.pixels; }
+
+// The value of single heads, [S, D] each. The heads of a pixel lie beside each other, so those of one head are far apart and share few places
+// of the caches: where there are many points, the head is copied first.
+template <typename V>
+class HeadValues {
+ public:
+  HeadValues(const MsDeformAttnParams& p, const View4<const V>& value)
+      : p_(p), value_(value), copied_(value.stride[3] != 1 || is_dense(p)) {}
+
+  // Heads, counted over all images, that can be worked on at a time.
+  int64_t round() const {
+    const int64_t all = p_.batch * p_.heads, bytes = std::max<int64_t>(1, p_.pixels * p_.head_dim * sizeof(V));
+    return copied_ ? std::clamp<int64_t>(VALUE_COPY_BYTES / bytes, 1, all) : all;
+  }
+  void load(int64_t first, int64_t count, bool small) {
+    if (!copied_) return;
+    first_ = first;
+    if (!copies_.get()) copies_ = Buffer<V>(round() * p_.pixels * p_.head_dim);
+    const int64_t rows = ceil_div(p_.pixels, COPIED_PIXELS);
+    parallel_ranges(count * rows, small, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t head = i % count, pixel = i / count * COPIED_PIXELS, pixels = std::min(COPIED_PIXELS, p_.pixels - pixel);
+        const V* const from = value_.at((first + head) / p_.heads, pixel, (first + head) % p_.heads, 0);
+        V* const to = copies_.get() + (head * p_.pixels + pixel) * p_.head_dim;
+        if (value_.stride[3] == 1) {
+          copy_short_rows(from, value_.stride[1], to, p_.head_dim, pixels, p_.head_dim);
+        } else {
+          convert_matrix(from, value_.stride[3], value_.stride[1], to, 1, p_.head_dim, p_.head_dim, pixels);
+        }
+      }
+    });
+  }
+  uintptr_t pixels(int64_t head) const {
+    return reinterpret_cast<uintptr_t>(copied_ ? copies_.get() + (head - first_) * p_.pixels * p_.head_dim
+                                               : value_.at(head / p_.heads, 0, head % p_.heads, 0));
+  }
+  int64_t pixel_bytes() const { return (copied_ ? p_.head_dim : value_.stride[1]) * static_cast<int64_t>(sizeof(V)); }
+
+ private:
+  static constexpr int64_t COPIED_PIXELS = 64;
+  const MsDeformAttnParams& p_;
+  const View4<const V> value_;
+  const bool copied_;
+  Buffer<V> copies_;
+  int64_t first_ = 0;
+};
 
 // ---- forward --------------------------------------------------------------------------------------------------------------------------
 
@@ -290,11 +344,24 @@ DEFORMC_MULTIVERSION static void backpropagate_points(Points<A> s, const int32_t
     if constexpr (READ) {
       const SampleGradients<A> gradients = sample_gradients(sums, s.fraction_y[i], s.fraction_x[i], weight);
       const bool nan = is_nan(s.fraction_y[i]) | is_nan(s.fraction_x[i]);
-      const A moves = nan ? std::numeric_limits<A>::quiet_NaN() : A(!discrete);
-      out.location_x[i] = moves * gradients.x * static_cast<A>(width[i]);
-      out.location_y[i] = moves * gradients.y * static_cast<A>(height[i]);
-      out.weight[i] = nan ? moves : s.corners[i] & POINT_COUNTS ? gradients.factor : A(0);
+      const A constant = nan ? std::numeric_limits<A>::quiet_NaN() : A(0);
+      out.location_x[i] = nan || discrete ? constant : gradients.x * static_cast<A>(width[i]);
+      out.location_y[i] = nan || discrete ? constant : gradients.y * static_cast<A>(height[i]);
+      out.weight[i] = nan || !(s.corners[i] & POINT_COUNTS) ? constant : gradients.factor;
     }
+  }
+}
+
+// Writes [queries, points] pairs (x, y) and weights where they belong; either may be absent.
+template <typename A, typename C>
+void store_gradients(const PointGradients<A>& gradients, int64_t points, int64_t queries, int64_t query_stride, C* locations, C* weights) {
+  for (int64_t q = 0; q < queries; ++q) {
+    const int64_t at = q * points;
+    if (locations) {
+      convert(gradients.location_x + at, 1, locations + 2 * q * query_stride, 2, points);
+      convert(gradients.location_y + at, 1, locations + 2 * q * query_stride + 1, 2, points);
+    }
+    if (weights) convert(gradients.weight + at, 1, weights + q * query_stride, 1, points);
   }
 }
 

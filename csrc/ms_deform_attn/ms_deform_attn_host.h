@@ -127,4 +127,28 @@ inline std::vector<AttnLevel> levels_of(const Sizes& shapes, const Sizes& num_po
   return levels;
 }
 
+// The levels of the classic form, read from its tensors, which must be in the host's memory. Any levels inside the value are right, also such as overlap.
+inline std::vector<AttnLevel> read_levels(const char* op, const LevelTensors& tensors, const Sizes& num_points, int64_t pixels) {
+  Sizes shapes, starts;
+  const int64_t* const sizes = static_cast<const int64_t*>(tensors.spatial_shapes.const_data_ptr());
+  const int64_t* const start = static_cast<const int64_t*>(tensors.level_start_index.const_data_ptr());
+  for (size_t i = 0; i < num_points.size(); ++i) {
+    const int64_t level = static_cast<int64_t>(i);
+    for (const int64_t axis : {0, 1})
+      shapes.push_back(sizes[level * tensors.spatial_shapes.stride(0) + axis * tensors.spatial_shapes.stride(1)]);
+    starts.push_back(start[level * tensors.level_start_index.stride(0)]);
+  }
+  for (const int64_t size : shapes) check(size >= 1, op, "spatial_shapes must be at least 1, got ", PairsText{shapes});
+  for (const int64_t size : shapes) check(size < LEVEL_SIZE_LIMIT, op, "spatial_shapes must be below 2^30, got ", PairsText{shapes});
+  std::vector<AttnLevel> levels = levels_of(shapes, num_points);
+  for (size_t i = 0; i < levels.size(); ++i) {
+    // Sizes are below 2^30, so their product fits.
+    const int64_t area = int64_t{levels[i].height} * levels[i].width;
+    check(starts[i] >= 0 && starts[i] <= pixels - area, op, "level_start_index must keep every level inside the S = ", pixels,
+          " pixels of value, got ", starts, " with spatial_shapes ", PairsText{shapes});
+    levels[i].start = starts[i];
+  }
+  return levels;
+}
+
 }  // namespace deformc
