@@ -67,6 +67,10 @@ class Checks:
             expected, got = dtype_text(data.dtype), dtype_text(tensor.dtype)
             self.fail(f"{name} must be float32 or have the dtype of {data_name}, {expected}, got {got}")
 
+    def index_dtype(self, name: str, tensor: Tensor) -> None:
+        if tensor.dtype != torch.int64:
+            self.fail(f"{name} must be int64, got {dtype_text(tensor.dtype)}")
+
     def same_device(self, name: str, tensor: Tensor | None, data_name: str, data: Tensor) -> None:
         if tensor is not None and tensor.device != data.device:
             self.fail(f"{name} must be on the device of {data_name}, {data.device}, got {tensor.device}")
@@ -80,10 +84,13 @@ class Checks:
 
         self.require(tensor.dim() == len(expected), text)
         for got, wanted in zip(tensor.shape, expected, strict=True):
-            if isinstance(got, int) and isinstance(wanted, int):
-                self.require(got == wanted, text)
-            else:
-                torch._check(got == wanted, lambda: f"{self.op}: {text()}")
+            self.equal_sizes(got, wanted, text)
+
+    def equal_sizes(self, got: int, wanted: int, text: Text) -> None:
+        if isinstance(got, int) and isinstance(wanted, int):
+            self.require(got == wanted, text)
+        else:
+            torch._check(got == wanted, lambda: f"{self.op}: {text()}")
 
 
 def is_channels_last(tensor: Tensor) -> bool:

@@ -11,17 +11,17 @@ from torch.autograd import forward_ad
 _are_transforms_active = torch._C._are_functorch_transforms_active
 
 
-def call(op: Callable, tensors: tuple[torch.Tensor | None, ...], *args):
-    """``op(*tensors, *args)``.
+def call(op: Callable, args: tuple, differentiable: tuple[torch.Tensor | None, ...]):
+    """``op(*args)``, of which the tensors in ``differentiable`` may require a gradient.
 
     The short way is taken in plain eager mode only: tracing, torch.func transforms and forward-mode AD must see the
     whole op.
     """
     if torch.compiler.is_compiling() or _are_transforms_active() or forward_ad._current_level >= 0:
-        return op(*tensors, *args)
+        return op(*args)
     if torch.is_grad_enabled():
-        for tensor in tensors:
+        for tensor in differentiable:
             if tensor is not None and tensor.requires_grad:
-                return op(*tensors, *args)
+                return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*tensors, *args)
+        return op(*args)

@@ -72,8 +72,9 @@ def deform_conv2d(
     else:
         pad_h, pad_w = _pair("padding", padding)
     allow_tf32 = input.is_cuda and torch.backends.cudnn.allow_tf32
+    tensors = (input, offset, weight, bias, mask)
     window = (stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w)
-    out = _eager.call(_forward, (input, offset, weight, bias, mask), *window, allow_tf32)
+    out = _eager.call(_forward, (*tensors, *window, allow_tf32), tensors)
     return out if batched else out.squeeze(0)
 
 
