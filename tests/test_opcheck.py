@@ -3,15 +3,14 @@
 import torch
 from common import every_dtype_of_core, float32_only, parametrize_samples, random_like, subsets, tensors_of, with_grad
 
-# opcheck compares compiled with eager results by a rule to which NaN equals nothing: test_compile.py does it for those.
-WITHOUT_AOT_DISPATCH = ("test_schema", "test_autograd_registration", "test_faketensor")
+REGISTRATION = ("test_schema", "test_autograd_registration", "test_faketensor")
+# They compare compiled with eager results by a rule to which NaN equals nothing: test_compile.py does it for those.
+AOT_DISPATCH = ("test_aot_dispatch_static", "test_aot_dispatch_dynamic")
 
 
 def opcheck(sample, op, arguments):
-    if "nan_result" in sample.tags:
-        torch.library.opcheck(op, arguments, test_utils=WITHOUT_AOT_DISPATCH)
-    else:
-        torch.library.opcheck(op, arguments)
+    utils = REGISTRATION if "nan_result" in sample.tags else REGISTRATION + AOT_DISPATCH
+    torch.library.opcheck(op, arguments, test_utils=utils)
 
 
 def op_level(sample):
