@@ -94,7 +94,10 @@ def subsets(names: Iterable[str]) -> Iterator[frozenset[str]]:
 
 def widened(arguments: Arguments) -> Arguments:
     """The same values in float64, in no particular layout."""
-    return {name: value.double() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
 
 
 def with_grad(arguments: Arguments, wanted: Iterable[str]) -> Arguments:

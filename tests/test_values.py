@@ -7,6 +7,7 @@ from common import (
     is_channels_last,
     parametrize_samples,
     random_like,
+    tensors_of,
     widened,
     with_grad,
 )
@@ -33,7 +34,7 @@ def test_output_layout(device, spec, sample, dtypes):
 def test_arguments_are_not_modified(device, spec, sample, dtypes):
     arguments = sample.make(device, dtypes, 0)
     before = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    output = spec.function(**with_grad(arguments, before))
+    output = spec.function(**with_grad(arguments, tensors_of(spec, arguments)))
     output.backward(random_like(output))
     for name, value in before.items():
         torch.testing.assert_close(arguments[name], value, rtol=0, atol=0, equal_nan=True)

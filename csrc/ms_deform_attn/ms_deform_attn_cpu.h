@@ -16,6 +16,7 @@ constexpr int64_t CHUNK_POINTS = 128;
 
 // A position of exactly -1, see sample_counts, has its corners but does not count.
 constexpr int32_t POINT_COUNTS = 16;
+constexpr int32_t EVERY_CORNER = CORNER_00 | CORNER_01 | CORNER_10 | CORNER_11;
 
 // The shapes of the levels for every point of a chunk, so that one loop serves points of all levels.
 class PointTable {
@@ -184,7 +185,7 @@ void plan_points(const MsDeformAttnParams& p, const PointTable& table, int64_t f
   const auto locate = p.discrete ? find_pixels<A> : split_locations<A>;
   locate(count * points, table.height(), s.location_y, s.y, s.fraction_y);
   locate(count * points, table.width(), s.location_x, s.x, s.fraction_x);
-  const int32_t every_corner = p.discrete ? CORNER_00 : CORNER_00 | CORNER_01 | CORNER_10 | CORNER_11;
+  const int32_t every_corner = p.discrete ? CORNER_00 : EVERY_CORNER;
   find_corners(count * points, every_corner, table.height(), table.width(), s.y, s.x, s.fraction_y, s.fraction_x, s.corners);
   weigh_corners(count * points, s.fraction_y, s.fraction_x, s.w00, s.w01, s.w10, s.w11);
 }
@@ -344,10 +345,12 @@ DEFORMC_MULTIVERSION static void backpropagate_points(Points<A> s, const int32_t
     if constexpr (READ) {
       const SampleGradients<A> gradients = sample_gradients(sums, s.fraction_y[i], s.fraction_x[i], weight);
       const bool nan = is_nan(s.fraction_y[i]) | is_nan(s.fraction_x[i]);
+      // Where nothing is read, 0 even if the weight is infinite.
       const A constant = nan ? std::numeric_limits<A>::quiet_NaN() : A(0);
-      out.location_x[i] = nan || discrete ? constant : gradients.x * static_cast<A>(width[i]);
-      out.location_y[i] = nan || discrete ? constant : gradients.y * static_cast<A>(height[i]);
-      out.weight[i] = nan || !(s.corners[i] & POINT_COUNTS) ? constant : gradients.factor;
+      const bool moves = !nan && !discrete && (s.corners[i] & EVERY_CORNER);
+      out.location_x[i] = moves ? gradients.x * static_cast<A>(width[i]) : constant;
+      out.location_y[i] = moves ? gradients.y * static_cast<A>(height[i]) : constant;
+      out.weight[i] = !nan && (s.corners[i] & POINT_COUNTS) ? gradients.factor : constant;
     }
   }
 }

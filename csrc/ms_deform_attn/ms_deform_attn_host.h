@@ -100,10 +100,13 @@ inline MsDeformAttnParams check_arguments(const MsDeformAttnArguments& a, const 
   check_shape<5>(op, "sampling_locations", a.sampling_locations, "[N, Q, M, T, 2]", {p.batch, p.queries, p.heads, points, 2});
   check_shape<4>(op, "attention_weights", a.attention_weights, "[N, Q, M, T]", {p.batch, p.queries, p.heads, points});
   if (list) {
-    double sum = 0;  // in double: a product of sizes need not fit an integer
-    for (size_t i = 0; i < list->size(); i += 2) sum += static_cast<double>((*list)[i]) * static_cast<double>((*list)[i + 1]);
-    check(sum == static_cast<double>(p.pixels), op, "value must have shape [N, S, M, D] with S = ", static_cast<int64_t>(std::min(sum, 9e18)),
-          ", the sum of H*W over spatial_shapes, got ", ShapeText{a.value});
+    int64_t sum = 0;
+    for (size_t i = 0; i < list->size(); i += 2) {
+      const int64_t area = (*list)[i] * (*list)[i + 1];  // below 2^60
+      sum = sum > INT64_MAX - area ? INT64_MAX : sum + area;
+    }
+    check(sum == p.pixels, op, "value must have shape [N, S, M, D] with S = ", sum, ", the sum of H*W over spatial_shapes, got ",
+          ShapeText{a.value});
   }
   return p;
 }

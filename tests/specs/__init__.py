@@ -78,8 +78,9 @@ class OpSpec:
 
 
 def _specs() -> tuple[OpSpec, ...]:
-    modules = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return tuple(importlib.import_module(f"{__name__}.{name}").SPEC for name in modules)
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return tuple(module.SPEC for module in modules if hasattr(module, "SPEC"))
 
 
 SPECS = _specs()
