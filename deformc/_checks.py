@@ -24,6 +24,11 @@ def dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def saturated(size: int) -> int:
+    """What the kernels' integers make of a size that does not fit them."""
+    return min(size, 2**63 - 1) if isinstance(size, int) else size
+
+
 class Checks:
     """The checks of one op; its name starts every text. Tensors that are None are left out."""
 

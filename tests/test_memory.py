@@ -39,3 +39,23 @@ def test_large_call_needs_little_more_than_inputs_and_output(channels_last):
     assert result.returncode == 0, result.stderr
     extra = int(result.stdout)
     assert extra < 64 * 2**20, f"{extra / 2**20:.1f} MiB"
+
+
+def test_workspace_that_cannot_be_had_is_an_error():
+    """Not a crash: sizes of an expanded tensor whose products do not fit an integer."""
+    program = """
+import torch
+import deformc
+
+torch.set_num_threads(8)
+input = torch.zeros(1, dtype=torch.float64).expand(1, 1, 2**29, 2**29)
+offset = torch.zeros(1, 2, 1, 1, dtype=torch.float64, requires_grad=True)
+weight = torch.ones(2**15, 1, 1, 1, dtype=torch.float64)
+try:
+    deformc.deform_conv2d(input, offset, weight, stride=2**29).sum().backward()
+except RuntimeError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"deformc: could not allocate {2**61} bytes of workspace\n"

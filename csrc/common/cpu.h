@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iomanip>
+#include <limits>
 #include <memory>
 #include <new>
 
@@ -36,13 +38,23 @@ void parallel_ranges(int64_t count, bool small, const Body& body) {
   }
 }
 
+[[noreturn]] inline void fail_allocation(double bytes) {
+  std::ostringstream text;
+  text << "deformc: could not allocate " << std::fixed << std::setprecision(0) << bytes << " bytes of workspace";
+  throw std::runtime_error(text.str());
+}
+
 // Uninitialised memory, aligned to cache lines.
 template <typename T>
 class Buffer {
  public:
   Buffer() = default;
-  explicit Buffer(int64_t size)
-      : data_(size > 0 ? static_cast<T*>(::operator new(size * sizeof(T), std::align_val_t{64})) : nullptr) {}
+  explicit Buffer(int64_t size) {
+    if (size <= 0) return;
+    const bool fits = size <= std::numeric_limits<int64_t>::max() / static_cast<int64_t>(sizeof(T));
+    if (fits) data_.reset(static_cast<T*>(::operator new(size * sizeof(T), std::align_val_t{64}, std::nothrow)));
+    if (!data_) fail_allocation(static_cast<double>(size) * sizeof(T));
+  }
   T* get() const { return data_.get(); }
   T& operator[](int64_t index) const { return data_.get()[index]; }
 

@@ -89,6 +89,10 @@ inline std::ostream& operator<<(std::ostream& out, const DtypeText& text) {
   }
 }
 
+// Sums and products of numbers that are not negative; the largest integer where they would be larger.
+inline int64_t saturating_add(int64_t a, int64_t b) { return a > INT64_MAX - b ? INT64_MAX : a + b; }
+inline int64_t saturating_multiply(int64_t a, int64_t b) { return a != 0 && b > INT64_MAX / a ? INT64_MAX : a * b; }
+
 inline int32_t device_type(const Tensor& tensor) {
   int32_t type = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));

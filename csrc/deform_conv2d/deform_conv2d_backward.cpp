@@ -91,14 +91,15 @@ struct Backward {
     subsets = std::gcd(p.batch, threads);
     // Enough blocks for every thread, the same number for each, and no more channels at a time than the workspace allows.
     const int64_t share = threads / subsets;
-    const int64_t channel_bytes = std::max<int64_t>(1, image_pixels * sizeof(A) * ((needs.samples() && !direct) + needs.input));
-    const int64_t budget = std::max<int64_t>(BACKWARD_BYTES, p.batch * p.in_channels * image_pixels * sizeof(T) / 4);
+    // In double: the sizes of expanded tensors may be so large that their products do not fit an integer.
+    const double channel_bytes = 1.0 * std::max<int64_t>(1, image_pixels) * sizeof(A) * std::max(1, (needs.samples() && !direct) + needs.input);
+    const double budget = std::max(1.0 * BACKWARD_BYTES, 1.0 * p.batch * p.in_channels * image_pixels * sizeof(T) / 4);
+    const auto affordable = [&](double bytes) { return static_cast<int64_t>(std::clamp(budget / bytes, 1.0, 1.0 * p.in_channels)); };
     const int64_t even = ceil_div(p.in_channels, ceil_div(ceil_div(p.in_channels, MAX_BLOCK_CHANNELS), share) * share);
-    const int64_t affordable = std::max<int64_t>(1, budget / (channel_bytes * threads));
-    const int64_t max_channels = std::min({std::max(even, MIN_BLOCK_CHANNELS), affordable, MAX_BLOCK_CHANNELS});
+    const int64_t max_channels = std::min({std::max(even, MIN_BLOCK_CHANNELS), affordable(channel_bytes * threads), MAX_BLOCK_CHANNELS});
     blocks = cut_channels(p, taps, max_channels);
     const int64_t block_count = static_cast<int64_t>(blocks.size());
-    const int64_t round = std::min(std::max<int64_t>(1, budget / (channel_bytes * max_channels * subsets * share)) * share, block_count);
+    const int64_t round = std::min(affordable(channel_bytes * max_channels * subsets * share) * share, block_count);
 
     weight = pack_weight(p, unpacked_weight, blocks, WeightOrder::BY_OUTPUT, small);
     tile = tile_pixels(p, 2 * max_channels * taps * sizeof(A), pixels, 1);

@@ -14,8 +14,6 @@ struct Window2d {  // the integer arguments, in the order of the schema
 
 constexpr int64_t SIZE_LIMIT = int64_t{1} << 30;
 
-inline int64_t saturated(double value) { return value < 9e18 ? static_cast<int64_t>(value) : INT64_MAX; }
-
 // The one check of every device and both directions. deformc/ops/deform_conv2d.py says the same of fake tensors, in the same words and order.
 inline DeformConv2dParams check_arguments(const char* op, const Tensor& input, const Tensor& offset, const Tensor& weight, const OptionalTensor& bias,
                                    const OptionalTensor& mask, const Window2d& a) {
@@ -50,13 +48,15 @@ inline DeformConv2dParams check_arguments(const char* op, const Tensor& input, c
   check(weight.size(0) % groups == 0, op, "weight must have shape [O, C/groups, Kh, Kw] with groups = ", groups, " dividing O, got ",
         ShapeText{weight});
 
-  // In double: paddings and dilations may be anything that an int64 holds.
-  const double padded_h = input.size(2) + 2.0 * a.pad_h, padded_w = input.size(3) + 2.0 * a.pad_w;
-  const double extent_h = 1.0 * a.dilation_h * (kernel_h - 1) + 1, extent_w = 1.0 * a.dilation_w * (kernel_w - 1) + 1;
-  check(extent_h <= padded_h && extent_w <= padded_w, op, "kernel must not be larger than the padded input, ",
-        Pair{saturated(padded_h), saturated(padded_w)}, ", got ", Pair{saturated(extent_h), saturated(extent_w)});
+  // Paddings and dilations may be anything that an integer holds.
+  const auto padded = [](int64_t size, int64_t pad) { return saturating_add(size, saturating_multiply(2, pad)); };
+  const auto extent = [](int64_t kernel, int64_t dilation) { return saturating_add(saturating_multiply(dilation, kernel - 1), 1); };
+  const int64_t padded_h = padded(input.size(2), a.pad_h), padded_w = padded(input.size(3), a.pad_w);
+  const int64_t extent_h = extent(kernel_h, a.dilation_h), extent_w = extent(kernel_w, a.dilation_w);
+  check(extent_h <= padded_h && extent_w <= padded_w, op, "kernel must not be larger than the padded input, ", Pair{padded_h, padded_w},
+        ", got ", Pair{extent_h, extent_w});
   check(padded_h < SIZE_LIMIT && padded_w < SIZE_LIMIT, op, "input is too large: H, W and their padded sizes must be below 2^30, got ",
-        Pair{saturated(padded_h), saturated(padded_w)});
+        Pair{padded_h, padded_w});
 
   DeformConv2dParams p;
   p.batch = input.size(0);
@@ -74,8 +74,8 @@ inline DeformConv2dParams check_arguments(const char* op, const Tensor& input, c
   p.stride_w = static_cast<int32_t>(std::min(a.stride_w, SIZE_LIMIT));
   p.dilation_h = kernel_h == 1 ? 1 : static_cast<int32_t>(a.dilation_h);
   p.dilation_w = kernel_w == 1 ? 1 : static_cast<int32_t>(a.dilation_w);
-  p.out_h = static_cast<int32_t>(static_cast<int64_t>(padded_h - extent_h) / p.stride_h + 1);
-  p.out_w = static_cast<int32_t>(static_cast<int64_t>(padded_w - extent_w) / p.stride_w + 1);
+  p.out_h = static_cast<int32_t>((padded_h - extent_h) / p.stride_h + 1);
+  p.out_w = static_cast<int32_t>((padded_w - extent_w) / p.stride_w + 1);
 
   const int64_t taps = kernel_h * kernel_w;
   const int64_t offset_channels = offset.size(1) > 0 && offset.size(1) % (2 * taps) == 0 ? offset.size(1) : 2 * taps;

@@ -167,8 +167,8 @@ def _check_arguments(op, input, offset, weight, bias, mask, stride_h, stride_w, 
     groups = channels // group_channels
     checks.require(out_channels % groups == 0, weight_text(f"groups = {groups} dividing O"))
 
-    padded = (height + 2 * pad_h, width + 2 * pad_w)
-    extent = (dilation_h * (kernel_h - 1) + 1, dilation_w * (kernel_w - 1) + 1)
+    padded = tuple(map(_checks.saturated, (height + 2 * pad_h, width + 2 * pad_w)))
+    extent = tuple(map(_checks.saturated, (dilation_h * (kernel_h - 1) + 1, dilation_w * (kernel_w - 1) + 1)))
     for have, need in zip(padded, extent, strict=True):
         checks.forbid_size(
             lambda have=have, need=need: have < need,

@@ -476,6 +476,9 @@ def _errors() -> tuple[ErrorSample, ...]:
     limit = "input is too large: H, W and their padded sizes must be below 2^30, got"
     both("too_high", f"{limit} [{2**30 + 2}, 3]", input=(2, 4, 2**30, 1))
     both("too_wide", f"{limit} [8, {2**30}]", input=(2, 4, 6, 2**30 - 2))
+    both("padding_huge", f"{limit} [{2**53 + 8}, {2**53 + 9}]", padding=2**52 + 1)
+    both("padding_saturated", f"{limit} [{2**63 - 1}, {2**63 - 1}]", padding=2**62)
+    both("dilation_huge", f"{larger}, [8, 9], got [{2**53 + 3}, {2**53 + 3}]", dilation=2**52 + 1)
     both("padding_too_large", f"{limit} [8, {2**30 + 7}]", padding=(1, 2**29))
     expected_offset = "offset must have shape [N, 2*G*Kh*Kw, Ho, Wo] ="
     both("offset_of_another_size", f"{expected_offset} [2, 36, 6, 7], got [2, 36, 12, 14]", offset=(2, 36, 12, 14))
