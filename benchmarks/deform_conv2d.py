@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import deformc
-from benchmarks.runner import THREADS, Column, Mismatch
+from benchmarks._common import (
+    BFLOAT16,
+    FORWARD,
+    OVERHEAD,
+    SPEEDUP,
+    TRAINING,
+    Case,
+    expect_close,
+    requires_grad,
+)
+from benchmarks.runner import THREADS, Column
 
 try:
     import torchvision
@@ -20,10 +30,6 @@ try:
     import onnxruntime
 except ImportError:
     onnx = onnxruntime = None
-
-FORWARD, TRAINING = "forward", "forward+backward"
-# Largest difference to the reference in the data's dtype, relative to the largest value of each tensor.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,25 +54,7 @@ class Problem:
         return text + (" channels_last" if self.channels_last else "")
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    kind: str
-    problem: Problem
-    direction: str
-    grad: bool = False  # of a forward call: whether the tensors require gradients
-
-    @property
-    def name(self) -> str:
-        return f"{self.problem} {self.direction}" + (" with grad" if self.grad else "")
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.name}"
-
-
 AGAINST_CONV2D = f"float32, {THREADS} threads"
-BFLOAT16 = f"bfloat16 against float32, {THREADS} threads"
-SPEEDUP = "time of 1 thread over 2 threads, float32"
-OVERHEAD = "overhead of the smallest call"
 
 
 def cases(quick: bool) -> list[Case]:
@@ -128,14 +116,6 @@ def verify(case: Case) -> None:
             expect_close("torchvision", outputs(torchvision_deform_conv2d, case.problem), reference, torch.float32)
         if onnxruntime is not None:
             expect_close("onnxruntime", {"output": OnnxDeformConv(case.problem)()}, reference, torch.float32)
-
-
-def expect_close(name: str, actual: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
-    for result, value in actual.items():
-        reference = expected[result].float()
-        difference = ((value.float() - reference).abs().max() / reference.abs().max()).item()
-        if not difference <= TOLERANCE[dtype]:  # NaN is a mismatch too
-            raise Mismatch(f"{name}: {result} differs from the reference by {difference:.1e} of its largest value")
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
@@ -231,10 +211,6 @@ def make_grad_output(problem: Problem, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     grad_output = torch.randn(problem.batch, problem.channels, *output_size(problem), generator=generator).to(dtype)
     return grad_output.contiguous(memory_format=torch.channels_last) if problem.channels_last else grad_output
-
-
-def requires_grad(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: tensor.requires_grad_() for name, tensor in tensors.items() if tensor is not None}
 
 
 def timed(function: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> Callable[[], object]:

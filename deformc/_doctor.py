@@ -4,6 +4,7 @@ Needs nothing but torch, and never raises for a broken installation: describing 
 """
 
 import ctypes
+import itertools
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -95,46 +96,56 @@ def _is_here(device: str) -> bool:
     return True
 
 
+# A small problem for each function: the shapes of its tensors, and what else it takes.
+_CHECKED = {
+    "deform_conv2d": (
+        {"input": (2, 4, 7, 9), "offset": (2, 36, 7, 9), "weight": (6, 2, 3, 3), "bias": (6,), "mask": (2, 18, 7, 9)},
+        {"padding": 1},
+    ),
+    "ms_deform_attn": (
+        {
+            "value": (2, 54, 2, 17),
+            "sampling_locations": (2, 5, 2, 2, 3, 2),
+            "attention_weights": (2, 5, 2, 2, 3),
+        },
+        {"spatial_shapes": [(6, 7), (3, 4)]},
+    ),
+}
+
+
 def _self_check() -> tuple[list[tuple[str, ...]], bool]:
     rows = []
     healthy = True
-    for device, backend in deformc.backends().items():
-        if not (backend.available and _is_here(device)):
-            continue
+    here = [device for device, backend in deformc.backends().items() if backend.available and _is_here(device)]
+    for op, device in itertools.product(_CHECKED, here):
         try:
-            differences = _differences(device)
+            differences = _differences(op, device)
         except Exception as error:
-            rows.append(("deform_conv2d", device, "FAILED", f"{type(error).__name__}: {error}".splitlines()[0]))
+            rows.append((op, device, "FAILED", f"{type(error).__name__}: {error}".splitlines()[0]))
             healthy = False
             continue
         for direction, difference in differences.items():
             passed = difference <= TOLERANCE  # false for NaN
-            rows.append((f"deform_conv2d {direction}", device, "ok" if passed else "FAILED", f"{difference:.1e}"))
+            rows.append((f"{op} {direction}", device, "ok" if passed else "FAILED", f"{difference:.1e}"))
             healthy = healthy and passed
     return rows, healthy
 
 
-def _differences(device: str) -> dict[str, float]:
+def _differences(op: str, device: str) -> dict[str, float]:
+    shapes, others = _CHECKED[op]
     generator = torch.Generator().manual_seed(0)
-    shapes = {
-        "input": (2, 4, 7, 9),
-        "offset": (2, 36, 7, 9),
-        "weight": (6, 2, 3, 3),
-        "bias": (6,),
-        "mask": (2, 18, 7, 9),
-    }
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    grad_output = torch.randn(2, 6, 7, 9, generator=generator)
 
     def evaluate(function: Callable[..., Tensor], device: str, dtype: torch.dtype) -> list[Tensor]:
         arguments = {name: tensor.to(device=device, dtype=dtype).requires_grad_() for name, tensor in tensors.items()}
-        output = function(**arguments, padding=1)
+        output = function(**arguments, **others)
+        grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
         gradients = torch.autograd.grad(output, list(arguments.values()), grad_output.to(output))
         return [output.detach(), *gradients]
 
     with torch.backends.cudnn.flags(allow_tf32=False):
-        actual = evaluate(deformc.deform_conv2d, device, torch.float32)
-    expected = evaluate(deformc.reference.deform_conv2d, "cpu", torch.float64)
+        actual = evaluate(getattr(deformc, op), device, torch.float32)
+    expected = evaluate(getattr(deformc.reference, op), "cpu", torch.float64)
 
     def difference(actual: Tensor, expected: Tensor) -> float:
         return ((actual.cpu().double() - expected).abs().max() / expected.abs().max()).item()
