@@ -25,7 +25,7 @@ LATEST_CREATED := .venv-latest/created-$(LATEST_TORCH)
 OLDEST_CREATED := .venv-oldest/created-$(OLDEST_TORCH)
 SANITIZED_LIBRARY := build/sanitize/deformc/libdeformc.so
 # What runs kernels rather than fake ones or compilers.
-SANITIZE_TESTS ?= $(addprefix tests/test_,values.py gradients.py errors.py property.py numerics.py threads.py)
+SANITIZE_TESTS ?= $(addprefix tests/test_,values.py gradients.py errors.py property.py numerics.py threads.py ms_deform_attn.py)
 
 .PHONY: help demo test test-latest test-oldest bench bench-latest lint format sanitize wheel clean
 
