@@ -12,7 +12,7 @@
 
 namespace deformc {
 
-constexpr int64_t CHUNK_POINTS = 128;
+constexpr int64_t CHUNK_POINTS = 96;
 
 // A position of exactly -1, see sample_counts, has its corners but does not count.
 constexpr int32_t POINT_COUNTS = 16;
@@ -192,7 +192,8 @@ void plan_points(const MsDeformAttnParams& p, const PointTable& table, int64_t f
 
 // Points below which one thread does the whole call.
 constexpr int64_t SMALL_POINTS = 512;
-// Copies of the value, at most, where that leaves a choice.
+// Copies of the value that are held at a time, if they are not of single heads: few enough to stay in the caches.
+constexpr int64_t VALUE_COPY_BYTES_PER_THREAD = int64_t{5} << 19;
 constexpr int64_t VALUE_COPY_BYTES = int64_t{64} << 20;
 
 // Whether there are enough points for the pixels of a head to be brought together.
@@ -209,7 +210,8 @@ class HeadValues {
   // Heads, counted over all images, that can be worked on at a time.
   int64_t round() const {
     const int64_t all = p_.batch * p_.heads, bytes = std::max<int64_t>(1, p_.pixels * p_.head_dim * sizeof(V));
-    return copied_ ? std::clamp<int64_t>(VALUE_COPY_BYTES / bytes, 1, all) : all;
+    const int64_t held = std::min(VALUE_COPY_BYTES, VALUE_COPY_BYTES_PER_THREAD * torch::stable::get_num_threads());
+    return copied_ ? std::clamp<int64_t>(held / bytes, 1, all) : all;
   }
   void load(int64_t first, int64_t count, bool small) {
     if (!copied_) return;
