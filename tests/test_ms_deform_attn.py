@@ -125,14 +125,11 @@ def test_contents_of_shape_tensors(shapes, starts, text, backward):
     arguments = problem()("cpu", FLOAT32, 0)
     locations, weights = arguments["sampling_locations"].flatten(3, 4), arguments["attention_weights"].flatten(3)
     rest = (arguments["value"], torch.tensor(shapes), torch.tensor(starts), locations, weights, [2, 2], "bilinear")
-    op = torch.ops.deformc.ms_deform_attn_tensor_shapes
+    name = "ms_deform_attn_tensor_shapes"
+    if backward:
+        name, rest = f"{name}_backward", (torch.zeros(2, 5, 8), *rest, True, True, True, False)
     with pytest.raises(RuntimeError) as raised:
-        if backward:
-            grad_output = torch.zeros(2, 5, 8)
-            torch.ops.deformc.ms_deform_attn_tensor_shapes_backward(grad_output, *rest, True, True, True, False)
-        else:
-            op(*rest)
-    name = "ms_deform_attn_tensor_shapes" + ("_backward" if backward else "")
+        getattr(torch.ops.deformc, name)(*rest)
     assert str(raised.value) == f"{name}: {text}"
 
 
