@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 
 ROOT = Path(__file__).parent
 # The oldest torch whose stable ABI the libraries use; every later release loads the same binary.
@@ -39,6 +39,9 @@ def compile_args() -> list[str]:
         quoted = {name: value.replace('"', r"\"") for name, value in defines.items()}
         return ["/O2", "/std:c++20", *(f"/D{name}={value}" for name, value in quoted.items())]
     args = [f"-D{name}={value}" for name, value in defines.items()]
+    # No path of the build machine in the library, nor in the texts of errors.
+    places = {ROOT: ".", **dict.fromkeys(include_paths(), "torch")}
+    args += [f"-ffile-prefix-map={place}={name}" for place, name in places.items()]
     args += ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-psabi"]
     if os.environ.get("DEFORMC_SANITIZE") == "1":
         return [

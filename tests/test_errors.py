@@ -4,9 +4,11 @@ import pytest
 import torch
 from common import DEVICES
 from expecttest import TestCase
+from specs import SPECS, Dtypes
 from test_fake import call, error_parameters, expected_text
 
 import deformc
+from deformc import _library
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -28,6 +30,28 @@ def test_errors_of_differentiable_calls(spec, error, device):
     with pytest.raises(RuntimeError) as raised:
         call(spec, error, arguments)
     assert str(raised.value) == expected_text(error, device, "meta")
+
+
+@pytest.mark.parametrize("key", ["CUDA", "MPS"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_device_without_kernels(spec, key):
+    """One sentence, after the arguments are found right. Tensors of the CPU stand in for those of the device."""
+    device = {name: device for device, name in _library.DEVICES.items()}[key]
+    if deformc.backends()[device].available:
+        pytest.skip(f"there are kernels for {device}")
+    arguments = spec.samples[0].make("cpu", Dtypes(torch.float32, torch.float32, torch.float32), 0)
+    grad_output = spec.function(**arguments)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    needs = frozenset(spec.differentiable)
+    for op, values in (
+        (spec.op, spec.op_arguments(arguments)),
+        (spec.backward_op, spec.backward_arguments(arguments, grad_output, needs)),
+    ):
+        with pytest.raises(RuntimeError) as raised:
+            op.redispatch(keys, *values)
+        name = op._schema.name.split("::")[1]
+        reason = deformc.backends()[device].reason
+        assert str(raised.value) == f"{name}: no kernel for {device} tensors: {reason}"
 
 
 class TestTexts(TestCase):

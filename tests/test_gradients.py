@@ -133,6 +133,22 @@ def test_nan_positions_add_nothing_to_the_gradient_of_the_data(device, spec, sam
     assert actual[data].isfinite().all()
 
 
+@parametrize_samples(lambda sample: sample.core and sample.smooth, float32_only)
+def test_forward_mode_is_refused(device, spec, sample, dtypes):
+    """Rather than a tangent of zeros."""
+    arguments = sample.make(device, dtypes, 0)
+    data = spec.differentiable[0]
+    text = "forward-mode derivatives"
+    with pytest.raises(RuntimeError, match=text):
+        torch.func.jvp(
+            lambda tensor: spec.function(**arguments | {data: tensor}), (arguments[data],), (arguments[data],)
+        )
+    with torch.autograd.forward_ad.dual_level():
+        arguments[data] = torch.autograd.forward_ad.make_dual(arguments[data], arguments[data])
+        with pytest.raises(RuntimeError, match=text):
+            spec.function(**arguments)
+
+
 @parametrize_samples(lambda sample: sample.core and "nan_offset" not in sample.tags, float32_only)
 def test_second_derivative_is_refused(device, spec, sample, dtypes):
     data, positions = spec.differentiable[:2]

@@ -41,8 +41,10 @@ struct Matrix {
 // MKL chooses its kernels by the maker of the processor and leaves AVX-512 alone on any but Intel's; oneDNN asks the processor what it can.
 inline bool prefers_onednn() {
 #if DEFORMC_HAS_LINEAR
-  static const bool preferred = aoti_torch_cpu__linear_pointwise && aoti_torch_cpu__linear_pointwise_binary &&
-                                !__builtin_cpu_is("intel") && __builtin_cpu_supports("avx512f");
+  // These functions are not part of the stable ABI: only in the releases whose signatures are known to be those above.
+  const uint64_t version = aoti_torch_abi_version() >> 48;
+  static const bool preferred = version >= 0x020a && version <= 0x020e && aoti_torch_cpu__linear_pointwise &&
+                                aoti_torch_cpu__linear_pointwise_binary && !__builtin_cpu_is("intel") && __builtin_cpu_supports("avx512f");
   return preferred;
 #else
   return false;

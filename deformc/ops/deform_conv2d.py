@@ -113,6 +113,9 @@ def _named_padding(padding: str, input, weight, stride, dilation):
         _pair("padding", padding)
     if tuple(stride) != (1, 1):
         raise RuntimeError(f'deform_conv2d: padding="same" needs stride 1, got {_checks.shape_text(stride)}')
+    checks = _checks.Checks("deform_conv2d")
+    checks.rank("weight", weight, 4, _WEIGHT)
+    checks.at_least("dilation", 1, *dilation)
     total_h, total_w = (d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True))
     if total_h % 2 or total_w % 2:
         # The odd row or column of zeros goes to the bottom or right. A sample there is still outside the image.

@@ -565,6 +565,13 @@ def _errors() -> tuple[ErrorSample, ...]:
         text = f'padding must be an int, a pair of ints, "same" or "valid", got {value!r}'
         public(f"padding_{value}", text, padding=value)
     public("same_with_stride", 'padding="same" needs stride 1, got [2, 1]', padding="same", stride=(2, 1))
+    public(
+        "same_weight_rank",
+        "weight must have 4 dimensions [O, C/groups, Kh, Kw], got shape [4, 2, 3]",
+        padding="same",
+        weight=(4, 2, 3),
+    )
+    public("same_dilation", "dilation must be at least 1, got [-1, -1]", padding="same", dilation=-1)
     public("stride_0", "stride must be at least 1, got [0, 0]", stride=0)
     public("dilation_0", "dilation must be at least 1, got [0, 0]", dilation=0)
     public("padding_negative", "padding must be at least 0, got [-1, -1]", padding=-1)
