@@ -71,10 +71,11 @@ def every_dtype_of_core(spec: OpSpec, device: str, *, mixed: bool) -> Iterable[D
 def parametrize_samples(
     select: Callable[[Sample], bool] = lambda sample: True,
     dtypes: Callable[..., Iterable[Dtypes]] = all_dtypes,
+    specs: Iterable[OpSpec] = SPECS,
 ) -> pytest.MarkDecorator:
     """Over device, spec, sample and dtypes; core samples have mixed dtypes too."""
     parameters = []
-    for device, spec in itertools.product(DEVICES, SPECS):
+    for device, spec in itertools.product(DEVICES, specs):
         for sample in filter(select, spec.samples):
             for chosen in dtypes(spec, device, mixed=sample.core):
                 name = f"{spec.name}-{sample.name}-{device}-{chosen}"

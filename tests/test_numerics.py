@@ -198,12 +198,17 @@ def test_large_forward(channels, height, width):
 
 
 @pytest.mark.slow
-def test_large_backward():
+@pytest.mark.parametrize(
+    ("channels", "height", "width", "corners"),
+    [(8, 2100, 2048, [(0, 0), (2084, 2032), (1033, 777)]), (240, 1024, 1024, [(1008, 777)])],
+    ids=["large_image", "column_elements_past_2^31"],
+)
+def test_large_backward(channels, height, width, corners):
     """The gradient of an output that is 0 but for one window is that of the window alone."""
-    arguments = large_problem(8, 2100, 2048, out_channels=2)
+    arguments = large_problem(channels, height, width, out_channels=2)
     wanted = ("input", "offset", "weight")
-    height, width, size = 2100, 2048, 16
-    for top, left in ((0, 0), (height - size, width - size), (1033, 777)):
+    size = 16
+    for top, left in corners:
         window = (slice(None), slice(None), slice(top, top + size), slice(left, left + size))
         leaves = with_grad(arguments, wanted)
         output = deformc.deform_conv2d(**leaves)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import assert_close, gradients, parametrize_samples, random_like, tensors_of
 from specs import Dtypes
+from specs.deform_conv2d import SPEC
 
 reason = "torchvision is not installed for this torch: nothing to compare with"
 torchvision = pytest.importorskip("torchvision", reason=reason)
@@ -31,7 +32,7 @@ def supported(sample):
     return False
 
 
-@parametrize_samples(supported, float64_and_float32)
+@parametrize_samples(supported, float64_and_float32, [SPEC])
 def test_forward_and_gradients(device, spec, sample, dtypes):
     arguments = sample.make(device, dtypes, 0)
     wanted = tensors_of(spec, arguments)
