@@ -26,7 +26,7 @@ RUNS = 5
 # Largest difference to eager allowed, relative to the largest value of the tensor.
 TOLERANCE = 1e-4
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=max(96, Console().width))  # the tables need that much
 started = time.perf_counter()
 
 
