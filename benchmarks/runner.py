@@ -1,7 +1,8 @@
 """Times the rows of the benchmarks and prints them.
 
 A benchmark module has ``cases(quick)``, the rows; ``verify(case)``, which raises ``Mismatch`` if a result differs from
-the reference; and ``run(case)``, the columns of a row. The first column is what the others are compared with.
+the reference; and ``run(case)``, the columns of a row. The first column is what the others are compared with. It may
+have ``details(case)``: more about a row than times, as texts by the names of their columns.
 """
 
 import dataclasses
@@ -50,6 +51,7 @@ class Result:
     seconds: dict[str, float]  # per call, median
     ratios: dict[str, float]  # to the baseline timed in turns with it
     error: str | None = None
+    details: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)
@@ -108,7 +110,8 @@ def _measure_row(module: ModuleType, case, effort: Effort) -> Result:
         seconds[other.name] = pair[1]
         seconds.setdefault(baseline.name, []).extend(pair[0])
     medians = {name: statistics.median(samples) for name, samples in seconds.items()}
-    return Result(case.kind, case.name, baseline.name, medians, ratios)
+    details = module.details(case) if hasattr(module, "details") else {}
+    return Result(case.kind, case.name, baseline.name, medians, ratios, details=details)
 
 
 def _interleaved(first: Column, second: Column, effort: Effort) -> tuple[list[float], list[float]]:
@@ -155,13 +158,16 @@ def _table(kind: str, results: list[Result]) -> Table:
         table.add_column(name, justify="right")
     for name in ratios:
         table.add_column(f"{name} / {baseline}", justify="right")
+    details = list(dict.fromkeys(name for result in timed for name in result.details))
+    for name in details:
+        table.add_column(name, justify="right")
     for result in results:
         if result.error:
             table.add_row(result.name, "FAILED")
             continue
         times = [_text(result.seconds[name]) if name in result.seconds else "" for name in names]
         quotients = [f"{result.ratios[name]:.2f}" if name in result.ratios else "" for name in ratios]
-        table.add_row(result.name, *times, *quotients)
+        table.add_row(result.name, *times, *quotients, *(result.details.get(name, "") for name in details))
     return table
 
 

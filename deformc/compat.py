@@ -3,13 +3,15 @@
 ``MSDeformAttnFunction`` is that of Deformable DETR's ``functions`` and its copies, ``MultiScaleDeformableAttnFunction``
 and ``multi_scale_deformable_attn`` are those of mmcv, and the ``*_pytorch`` functions are the slow ones both come with.
 All of them are :func:`deformc.ms_deform_attn`, on every device it has kernels for, and differentiable like it. Shapes
-may be tensors, as those have them, or lists of (H, W).
+may be tensors, as those have them, or lists of (H, W). As in mmcv, locations and weights of another dtype than value
+are converted to it, but those in float32 are not rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from deformc.ops.ms_deform_attn import ms_deform_attn
@@ -45,8 +47,8 @@ class MSDeformAttnFunction:
         return ms_deform_attn(
             value,
             value_spatial_shapes,
-            sampling_locations,
-            attention_weights,
+            _as_accepted(sampling_locations, value),
+            _as_accepted(attention_weights, value),
             level_start_index=value_level_start_index,
         )
 
@@ -62,8 +64,14 @@ def multi_scale_deformable_attn(
     attention_weights: Tensor,
 ) -> Tensor:
     """The same without ``level_start_index``: one level after the other."""
-    return ms_deform_attn(value, value_spatial_shapes, sampling_locations, attention_weights)
+    return ms_deform_attn(
+        value, value_spatial_shapes, _as_accepted(sampling_locations, value), _as_accepted(attention_weights, value)
+    )
 
 
 multi_scale_deformable_attn_pytorch = multi_scale_deformable_attn
 ms_deform_attn_core_pytorch = multi_scale_deformable_attn
+
+
+def _as_accepted(tensor: Tensor, value: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float32 else tensor.to(value.dtype)

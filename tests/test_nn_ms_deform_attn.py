@@ -91,6 +91,70 @@ def test_initial_offsets_are_a_ring():
     assert not module.attention_weights(torch.randn(1, 32)).any()
 
 
+def test_models_can_initialise_it_again():
+    """Deformable DETR and DINOv3 draw all parameters of a model in their own way, and then call this."""
+    torch.manual_seed(0)
+    module, expected = deformc.nn.MSDeformAttn(32, 2, 4, 3), None
+    for _ in range(2):
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+        torch.manual_seed(1)
+        module._reset_parameters()
+        actual = [parameter.detach().clone() for parameter in module.parameters()]
+        expected = expected or actual
+        assert all(map(torch.equal, actual, expected))
+    assert not module.sampling_offsets.weight.any()
+    assert module.sampling_offsets.bias.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [(1, 5, 1), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("reference", [2, 4], ids=["points", "boxes"])
+def test_reference_points_for_all(device, reference, sizes):
+    """[1, Q, 1, 2] is what ViT-Adapter and DINOv3's adapter pass."""
+    module, (query, _, pixels) = problem(device)
+    points = torch.rand(*sizes, reference, dtype=torch.float64, device=device, requires_grad=True)
+    tensors = (query, points, pixels)
+    actual = results(lambda q, r, x: module(q, r, x, SHAPES), module, tensors)
+    expected = results(lambda q, r, x: plain(module, q, r, x, SHAPES), module, tensors)
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, other, factor=8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float64_module_computes_float64_positions_from_narrow_points(device):
+    module, (query, reference, pixels) = problem(device)
+    narrow = reference.detach().float()
+    assert_close(module(query, narrow, pixels, SHAPES), plain(module, query, narrow.double(), pixels, SHAPES), factor=8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_module_of_mmcv(device, batch_first):
+    """The lines of docs/nn.md, and what mmcv's module computes."""
+    module, tensors = problem(device)
+    generator = torch.Generator().manual_seed(2)
+    query_pos, identity = (torch.randn(2, 5, 24, dtype=torch.float64, generator=generator).to(device) for _ in "pi")
+    padding = torch.rand(2, PIXELS, device=device) < 0.3
+    dropout = nn.Dropout(0.0)
+
+    def batched(tensor):
+        return tensor if batch_first else tensor.transpose(0, 1)
+
+    def documented(query, reference, value):
+        query, value, pos, skip = map(batched, (query, value, query_pos, identity))  # as the caller of mmcv has them
+        output = module(batched(query + pos), reference, batched(value), SHAPES, None, padding)
+        return dropout(batched(output)) + skip
+
+    def mmcv(query, reference, value):
+        output = plain(module, query + query_pos, reference, value, SHAPES, padding)
+        return batched(output + identity)
+
+    expected = results(mmcv, module, tensors)
+    for one, other in zip(results(documented, module, tensors), expected, strict=True):
+        assert_close(one, other, factor=8)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_layer_of_transformers(device):
     transformers = pytest.importorskip("transformers")
@@ -102,17 +166,25 @@ def test_layer_of_transformers(device):
     module, (query, reference, pixels) = problem(device)
     layer.load_state_dict(module.state_dict())
     padding = torch.rand(2, PIXELS, device=device) < 0.3
-    expected = layer(
-        query,
-        attention_mask=~padding,
-        encoder_hidden_states=pixels,
-        reference_points=reference,
-        spatial_shapes=torch.tensor(SHAPES, device=device),
-        spatial_shapes_list=SHAPES,
-        level_start_index=torch.tensor([0, 42, 54], device=device),
-    )[0]
+    shapes, starts = torch.tensor(SHAPES, device=device), torch.tensor([0, 42, 54], device=device)
+
+    def untouched(query, reference, pixels):
+        return layer(
+            query,
+            attention_mask=~padding,
+            encoder_hidden_states=pixels,
+            reference_points=reference,
+            spatial_shapes=shapes,
+            spatial_shapes_list=SHAPES,
+            level_start_index=starts,
+        )[0]
+
     module.load_state_dict(layer.state_dict())
-    assert_close(module(query, reference, pixels, SHAPES, None, padding), expected, factor=8)
+    assert [name for name, _ in layer.named_parameters()] == [name for name, _ in module.named_parameters()]
+    tensors = (query, reference, pixels)
+    actual = results(lambda q, r, x: module(q, r, x, SHAPES, None, padding), module, tensors)
+    for one, other in zip(actual, results(untouched, layer, tensors), strict=True):
+        assert_close(one, other, factor=8)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -134,6 +206,38 @@ def test_autocast(device):
         actual = module(*tensors, SHAPES)
     assert actual.dtype == torch.bfloat16
     assert (actual - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["narrow", "autocast"])
+@pytest.mark.parametrize("boxes", [False, True], ids=["points", "boxes"])
+def test_positions_have_the_rounding_of_the_linear_layer_only(monkeypatch, boxes, autocast):
+    """In a level so wide that bfloat16 could not tell pixels apart."""
+    module = deformc.nn.MSDeformAttn(16, 1, 2, 3)
+    nn.init.normal_(module.sampling_offsets.weight)
+    query, pixels = torch.randn(1, 9, 16), torch.randn(1, 2 * 4096, 16)
+    reference = torch.rand(1, 9, 1, 4 if boxes else 2)
+    if not autocast:
+        module, query, pixels = module.bfloat16(), query.bfloat16(), pixels.bfloat16()
+    seen = []
+
+    def spy(value, shapes, locations, weights, **rest):
+        seen.extend((locations, weights))
+        return deformc.ms_deform_attn(value, shapes, locations, weights, **rest)
+
+    monkeypatch.setattr("deformc.nn.ms_deform_attn.ms_deform_attn", spy)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        module(query, reference, pixels, [(2, 4096)])
+        offsets = module.sampling_offsets(query)
+        logits = module.attention_weights(query)
+    assert offsets.dtype == logits.dtype == torch.bfloat16
+    offsets = offsets.double().view(1, 9, 2, 1, 3, 2)
+    reference = reference.double()[:, :, None, :, None]
+    size = torch.tensor([4096.0, 2.0], dtype=torch.float64)
+    scale = reference[..., 2:] / 6 if boxes else 1 / size
+    locations, weights = seen
+    assert locations.dtype == weights.dtype == torch.float32
+    assert_close(locations, reference[..., :2] + offsets * scale)
+    assert_close(weights.flatten(3), logits.double().view(1, 9, 2, 3).softmax(-1))
 
 
 class Encoder(nn.Module):
@@ -163,6 +267,24 @@ def test_one_compilation_for_all_sizes(fresh_compiler):
         assert_close(compiled(*inputs), encoder(*inputs))
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("reference", [2, 4], ids=["points", "boxes"])
+def test_compiles_with_tensor_shapes_and_padding(fresh_compiler, reference, autocast):
+    module, tensors = problem("cpu", torch.float32, reference)
+    shapes, starts = torch.tensor(SHAPES), torch.tensor([0, 42, 54])
+    padding = torch.rand(2, PIXELS) < 0.3
+
+    def call(*tensors):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return module(*tensors, shapes, starts, padding)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    # Under autocast the query's gradient is the sum of two in bfloat16, which compilation rounds elsewhere.
+    dtype = torch.bfloat16 if autocast else torch.float32
+    for one, other in zip(results(compiled, module, tensors), results(call, module, tensors), strict=True):
+        assert_close(one.to(dtype), other)
+
+
 def test_export_with_dynamic_sizes():
     encoder = Encoder()
     auto = torch.export.Dim.AUTO
@@ -190,12 +312,46 @@ def test_constructor_errors(arguments, text):
     assert str(raised.value) == f"MSDeformAttn: {text}"
 
 
-def test_reference_points_error():
-    module, (query, reference, pixels) = problem("cpu")
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"query": torch.ones(5, 24)}, "query must have shape [N, Q, d_model] = [N, Q, 24], got [5, 24]"),
+        (
+            {"input_flatten": torch.ones(2, PIXELS, 20)},
+            f"input_flatten must have shape [N, S, d_model] = [2, S, 24], got [2, {PIXELS}, 20]",
+        ),
+        (
+            {"reference_points": torch.ones(2, 5, 2, 2)},
+            "reference_points must have shape [N, Q, L, 2 or 4] = [2 or 1, 5 or 1, 3 or 1, 2 or 4], got [2, 5, 2, 2]",
+        ),
+        (
+            {"input_spatial_shapes": SHAPES[:2]},
+            "input_spatial_shapes must be a list of L = 3 pairs (H, W) or an int64 tensor [L, 2], got [(6, 7), (3, 4)]",
+        ),
+        (
+            {"input_spatial_shapes": torch.tensor(SHAPES[:2])},
+            "input_spatial_shapes must have shape [L, 2] = [3, 2], got [2, 2]",
+        ),
+        ({"input_padding_mask": torch.zeros(2, PIXELS)}, "input_padding_mask must be bool, got float32"),
+        (
+            {"input_padding_mask": torch.zeros(2, 1, dtype=torch.bool)},
+            f"input_padding_mask must have shape [N, S] = [2 or 1, {PIXELS}], got [2, 1]",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_errors(changes, text):
+    module, (query, reference, pixels) = problem("cpu", torch.float32)
+    arguments = {
+        "query": query,
+        "reference_points": reference,
+        "input_flatten": pixels,
+        "input_spatial_shapes": SHAPES,
+        **changes,
+    }
     with pytest.raises(RuntimeError) as raised:
-        module(query, reference[:, :, :2], pixels, SHAPES)
-    expected = "reference_points must have shape [N, Q, L, 2 or 4] = [2, 5, 3, 2 or 4], got [2, 5, 2, 2]"
-    assert str(raised.value) == f"MSDeformAttn: {expected}"
+        module(**arguments)
+    assert str(raised.value) == f"MSDeformAttn: {text}"
 
 
 # ---- compatible entry points -----------------------------------------------------------------------------------------
@@ -230,3 +386,23 @@ def test_compatible_entry_point_compiles(fresh_compiler):
     shapes, starts = torch.tensor(SHAPES), torch.tensor([0, 42, 54])
     inputs = torch.randn(2, PIXELS, 4, 8), shapes, starts, torch.rand(2, 5, 4, 3, 2, 2), torch.rand(2, 5, 4, 3, 2)
     assert_close(compiled(*inputs, 64), compat.MSDeformAttnFunction.apply(*inputs, 64))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("data", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("points", [torch.float64, torch.float32, torch.bfloat16])
+def test_compatible_entry_points_convert_dtypes(device, data, points):
+    value = torch.randn(2, PIXELS, 4, 8, device=device).to(data)
+    locations = torch.rand(2, 5, 4, 3, 2, 2, device=device).to(points).requires_grad_()
+    weights = torch.rand(2, 5, 4, 3, 2, device=device).to(points).requires_grad_()
+    shapes, starts = torch.tensor(SHAPES, device=device), torch.tensor([0, 42, 54], device=device)
+    kept = points == torch.float32
+    expected = deformc.ms_deform_attn(value, SHAPES, *(t if kept else t.to(data) for t in (locations, weights)))
+    outputs = (
+        compat.MultiScaleDeformableAttnFunction.apply(value, shapes, starts, locations, weights, 64),
+        compat.multi_scale_deformable_attn(value, shapes, locations, weights),
+    )
+    for output in outputs:
+        assert_close(output, expected)
+        gradients = torch.autograd.grad(output.float().sum(), (locations, weights))
+        assert [gradient.dtype for gradient in gradients] == [points, points]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 
 import pytest
@@ -137,6 +138,41 @@ def test_a_form_that_is_not_known():
         accelerate(model)
     del model.other
     assert not accelerate(model).already  # nothing had been replaced
+
+
+def test_a_forward_of_other_code():
+    """As the hooks of the package accelerate leave it: what it calls is not known."""
+    model = make("rt_detr_v2")
+    attention = model.model.decoder.layers[1].encoder_attn
+    own = attention.forward
+    attention.forward = lambda *arguments, **keywords: own(*arguments, **keywords)
+    with pytest.raises(RuntimeError, match=r"not known, in model.decoder.layers.1.encoder_attn .*; nothing was repl"):
+        accelerate(model)
+    del attention.forward
+    report = accelerate(model)
+    assert not report.already
+    attention.forward = own
+    with pytest.raises(RuntimeError, match="undo: other code has replaced the forward of a RTDetrV2Multiscale"):
+        report.undo()
+
+
+@pytest.mark.parametrize("family", ["rt_detr", "d_fine", "rt_detr_v2"])
+@torch.no_grad()
+def test_a_saved_model(family):
+    """Each kind of replacement is still there in a model that was saved whole and loaded."""
+    model = make(family)
+    count = len(accelerate(model).replaced)
+    file = io.BytesIO()
+    torch.save(model, file)
+    expected = run(model, family)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    again = accelerate(loaded)
+    assert not again.replaced
+    assert len(again.already) == count
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert_outputs_close(run(loaded, family), expected, 0)
+    assert any(event.key == "deformc::ms_deform_attn" for event in profile.key_averages())
 
 
 def test_report_names_what_was_replaced():

@@ -198,44 +198,72 @@ class _Attribute:
 
 
 class _Global:
-    """A function of the model's Python module, called by its global name.
+    """A function of the model's Python module, called by its global name: the instance gets a ``forward`` of its own.
 
-    The instance gets a ``forward`` of its own: the class's code over a copy of the module's globals in which that name
-    is ours. The copy is a registered module, for that is where ``torch.compile`` looks up the globals of a function it
-    traces. What is changed in the original module later is not seen.
+    A ``forward`` that other code put there (hooks of the package ``accelerate`` do) is left alone: what it calls cannot
+    be seen from here, so such a module is one of unknown form.
     """
 
     @staticmethod
-    def _name(module: nn.Module) -> str | None:
-        names = type(module).forward.__code__.co_names
-        return next((name for name in reversed(_FUNCTIONS) if name in names), None)
-
-    @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        return isinstance(type(module).forward, types.FunctionType) and cls._name(module) is not None
+    def matches(module: nn.Module) -> bool:
+        own = module.__dict__.get("forward")
+        return (own is None and _global_name(type(module)) is not None) or isinstance(own, _Forward)
 
     @staticmethod
     def is_replaced(module: nn.Module) -> bool:
-        return "forward" in module.__dict__
+        return isinstance(module.__dict__.get("forward"), _Forward)
 
-    @classmethod
-    def replace(cls, module: nn.Module) -> Callable[[], None]:
+    @staticmethod
+    def replace(module: nn.Module) -> Callable[[], None]:
+        forward = module.forward = _Forward(module)
+
+        def undo() -> None:
+            if module.__dict__.get("forward") is not forward:
+                raise RuntimeError(f"undo: other code has replaced the forward of a {type(module).__name__} since")
+            del module.forward
+
+        return undo
+
+    @staticmethod
+    def describe(module: nn.Module) -> str:
+        return f"function {_global_name(type(module))}"
+
+
+class _Forward:
+    """The ``forward`` of a module's class with our function under the global name that it calls.
+
+    The class's code runs over a copy of its globals in which that name is ours. The copy is a registered module, for
+    that is where ``torch.compile`` looks up the globals of a function it traces. What is changed in the original module
+    later is not seen. An object rather than a bound method, because a method is pickled as its name alone and would
+    come back as the class's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         original = type(module).forward
-        forward = types.FunctionType(
+        self.module = module
+        self.function = types.FunctionType(
             original.__code__,
             _with_our_functions(original.__module__).__dict__,
             original.__name__,
             original.__defaults__,
             original.__closure__,
         )
-        forward.__kwdefaults__ = original.__kwdefaults__
-        forward.__annotations__ = original.__annotations__
-        module.forward = types.MethodType(forward, module)
-        return lambda: module.__dict__.pop("forward")
+        self.function.__kwdefaults__ = original.__kwdefaults__
+        self.function.__annotations__ = original.__annotations__
 
-    @classmethod
-    def describe(cls, module: nn.Module) -> str:
-        return f"function {cls._name(module)}"
+    def __call__(self, *arguments, **keywords):
+        return self.function(self.module, *arguments, **keywords)
+
+    def __reduce__(self):
+        return _Forward, (self.module,)  # for deepcopy and pickle: made anew for the copy, which needs only its class
+
+
+def _global_name(cls: type) -> str | None:
+    """Under which name a module's class calls the function, if it does."""
+    if not isinstance(cls.forward, types.FunctionType):
+        return None
+    names = cls.forward.__code__.co_names
+    return next((name for name in reversed(_FUNCTIONS) if name in names), None)
 
 
 def _with_our_functions(name: str) -> types.ModuleType:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deformc._checks import dtype_text, shape_text
 from deformc.ops.ms_deform_attn import ms_deform_attn
 
 
@@ -21,9 +22,10 @@ class MSDeformAttn(nn.Module):
 
     It takes the place of ``MSDeformAttn`` of Deformable DETR and of the many copies of it (DINO, Mask DINO, ViT-Adapter
     and DINOv3 with their ``ratio``): constructor, ``forward``, names in the state dict and initialisation are the same.
-    State dicts of mmcv's ``MultiScaleDeformableAttention`` and of the layers of ``transformers`` have the same names
-    too and load as they are. mmcv's module adds the positional encoding to the query, and a dropout and the identity to
-    the output; here that is left to the caller.
+    Arguments that single copies add, as ``use_4D_normalizer``, are not supported. State dicts of mmcv's
+    ``MultiScaleDeformableAttention`` and of the layers of ``transformers`` have the same names too and load as they
+    are. mmcv's module has N in the second dimension by default, adds the positional encoding to the query, and a
+    dropout and the identity to the output; here that is left to the caller.
 
     Args:
         d_model: channels of queries, values and output.
@@ -94,6 +96,10 @@ class MSDeformAttn(nn.Module):
             nn.init.xavier_uniform_(projection.weight)
             nn.init.zeros_(projection.bias)
 
+    def _reset_parameters(self) -> None:
+        """The name by which models call it on every ``MSDeformAttn`` they hold."""
+        self.reset_parameters()
+
     def forward(
         self,
         query: Tensor,
@@ -109,54 +115,61 @@ class MSDeformAttn(nn.Module):
             query: ``[N, Q, d_model]``.
             reference_points: ``[N, Q, L, 2]``, (x, y) normalised to [0, 1] in each level; offsets are then in pixels of
                 the level. Or ``[N, Q, L, 4]``, boxes (x, y, width, height); offsets are then in units of half the box's
-                width and height, divided by P.
+                width and height, divided by P. N, Q and L may each be 1, as ViT-Adapter has it: the same for all.
             input_flatten: ``[N, S, d_model]``, the pixels of all levels, one level after the other, row by row.
             input_spatial_shapes: the levels' (H, W): best a list of pairs of ints; or an int64 tensor ``[L, 2]``.
             input_level_start_index: int64 tensor ``[L]``, where each level starts in S; needed with a tensor of shapes
                 only if levels do not follow each other.
-            input_padding_mask: bool ``[N, S]``, True for pixels that count as 0.
+            input_padding_mask: bool ``[N, S]`` or ``[1, S]``, True for pixels that count as 0.
 
         Returns:
             ``[N, Q, d_model]``.
 
-        Positions and weights are computed in float32 or better, whatever the dtype of the module.
+        Positions and weights are computed in float32 (float64 if the projected values are), whatever the dtypes.
 
         Raises:
             RuntimeError: for shapes, dtypes or devices that do not fit.
         """
-        batch, queries = query.shape[:2]
-        expected = (batch, queries, self.n_levels)
-        if (
-            reference_points.dim() != 4
-            or reference_points.shape[3] not in (2, 4)
-            or reference_points.shape[:3] != expected
-        ):
-            shape = [*expected, "2 or 4"]
-            raise RuntimeError(
-                "MSDeformAttn: reference_points must have shape [N, Q, L, 2 or 4] = "
-                f"[{', '.join(map(str, shape))}], got {list(reference_points.shape)}"
-            )
+        self._check(query, reference_points, input_flatten, input_spatial_shapes, input_padding_mask)
         value = self.value_proj(input_flatten)
         if input_padding_mask is not None:
             value = value.masked_fill(input_padding_mask[..., None], 0.0)
         value = value.unflatten(2, (self.n_heads, value.shape[2] // self.n_heads))
 
         points = (self.n_heads, self.n_levels, self.n_points)
-        wide = torch.promote_types(reference_points.dtype, torch.float32)
+        wide = torch.promote_types(value.dtype, torch.float32)
         offsets = self.sampling_offsets(query).to(wide).unflatten(2, (*points, 2))
         weights = self.attention_weights(query).unflatten(2, (self.n_heads, -1))
-        weights = F.softmax(weights, -1, dtype=torch.promote_types(weights.dtype, torch.float32)).unflatten(
-            3, points[1:]
-        )
-        centers = reference_points[:, :, None, :, None, :2].to(wide)
-        if reference_points.shape[3] == 2:
-            locations = centers + offsets / _sizes(input_spatial_shapes, offsets)[:, None, :]
+        weights = F.softmax(weights, -1, dtype=wide).unflatten(3, points[1:])
+        reference = reference_points[:, :, None, :, None].to(wide)
+        if reference.shape[-1] == 2:
+            locations = reference + offsets / _sizes(input_spatial_shapes, offsets)[:, None, :]
         else:
-            locations = centers + offsets * reference_points[:, :, None, :, None, 2:].to(wide) * (0.5 / self.n_points)
+            locations = reference[..., :2] + offsets * reference[..., 2:] * (0.5 / self.n_points)
         attended = ms_deform_attn(
             value, input_spatial_shapes, locations, weights, level_start_index=input_level_start_index
         )
         return self.output_proj(attended)
+
+    def _check(self, query, reference_points, input_flatten, input_spatial_shapes, input_padding_mask) -> None:
+        """What the layers would say in other words, or not at all. The rest is left to the operator."""
+        _check_shape("query", query, "[N, Q, d_model]", None, None, self.d_model)
+        batch, queries = query.shape[:2]
+        _check_shape("input_flatten", input_flatten, "[N, S, d_model]", batch, None, self.d_model)
+        levels = self.n_levels
+        _check_shape(
+            "reference_points", reference_points, "[N, Q, L, 2 or 4]", (batch, 1), (queries, 1), (levels, 1), (2, 4)
+        )
+        if isinstance(input_spatial_shapes, Tensor):
+            _check_shape("input_spatial_shapes", input_spatial_shapes, "[L, 2]", levels, 2)
+        elif not _is_list_of_pairs(input_spatial_shapes, levels):
+            expected = f"a list of L = {levels} pairs (H, W) or an int64 tensor [L, 2]"
+            raise RuntimeError(f"MSDeformAttn: input_spatial_shapes must be {expected}, got {input_spatial_shapes!r}")
+        if input_padding_mask is not None:
+            if input_padding_mask.dtype != torch.bool:
+                got = dtype_text(input_padding_mask.dtype)
+                raise RuntimeError(f"MSDeformAttn: input_padding_mask must be bool, got {got}")
+            _check_shape("input_padding_mask", input_padding_mask, "[N, S]", (batch, 1), input_flatten.shape[1])
 
     def extra_repr(self) -> str:
         text = f"{self.d_model}, n_levels={self.n_levels}, n_heads={self.n_heads}, n_points={self.n_points}"
@@ -168,6 +181,28 @@ def _sizes(spatial_shapes: Sequence[tuple[int, int]] | Tensor, like: Tensor) -> 
     if isinstance(spatial_shapes, Tensor):
         return spatial_shapes.flip(1).to(like)
     return torch.tensor([[width, height] for height, width in spatial_shapes], dtype=like.dtype, device=like.device)
+
+
+def _is_list_of_pairs(shapes: Sequence[tuple[int, int]], levels: int) -> bool:
+    is_list = isinstance(shapes, (list, tuple)) and len(shapes) == levels
+    return is_list and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in shapes)
+
+
+def _check_shape(name: str, tensor: Tensor, dimensions: str, *expected: int | tuple[int, int] | None) -> None:
+    """Each of ``expected`` is the size of a dimension, two of which either will do, or None for any."""
+    allowed = [size if isinstance(size, tuple) else (size, size) for size in expected]
+    fits = tensor.dim() == len(allowed)
+    if fits:
+        for got, (one, other) in zip(tensor.shape, allowed, strict=True):
+            fits = fits and (one is None or got in (one, other))
+    if not fits:
+        names = dimensions[1:-1].split(", ")
+        sizes = [
+            symbol if one is None else str(one) if one == other else f"{one} or {other}"
+            for symbol, (one, other) in zip(names, allowed, strict=True)
+        ]
+        got = shape_text(tensor.shape)
+        raise RuntimeError(f"MSDeformAttn: {name} must have shape {dimensions} = {shape_text(sizes)}, got {got}")
 
 
 def _require(condition: bool, text: str) -> None:
