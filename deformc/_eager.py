@@ -17,12 +17,7 @@ def call(op: Callable, args: tuple, differentiable: tuple[torch.Tensor | None, .
     The short way is taken in plain eager mode only: tracing, torch.func transforms and forward-mode AD must see the
     whole op.
     """
-    if forward_ad._current_level >= 0:
-        # torch would take the tangents for zeros.
-        raise RuntimeError(
-            f"{op.__name__.split('.')[0]}: forward-mode derivatives (torch.func.jvp) are not supported yet"
-        )
-    if torch.compiler.is_compiling() or _are_transforms_active():
+    if torch.compiler.is_compiling() or _are_transforms_active() or forward_ad._current_level >= 0:
         return op(*args)
     if torch.is_grad_enabled():
         for tensor in differentiable:

@@ -4,7 +4,8 @@
 and ``multi_scale_deformable_attn`` are those of mmcv, and the ``*_pytorch`` functions are the slow ones both come with.
 All of them are :func:`deformc.ms_deform_attn`, on every device it has kernels for, and differentiable like it. Shapes
 may be tensors, as those have them, or lists of (H, W). As in mmcv, locations and weights of another dtype than value
-are converted to it, but those in float32 are not rounded.
+are converted to it, but those in float32 are not rounded. Locations ``[N, Q, M, T, 2]`` and weights ``[N, Q, M, T]``,
+the form in ultralytics and others, have T / L points in each of L levels.
 """
 
 from __future__ import annotations
@@ -44,12 +45,8 @@ class MSDeformAttnFunction:
         Returns:
             ``[N, Q, M*D]``.
         """
-        return ms_deform_attn(
-            value,
-            value_spatial_shapes,
-            _as_accepted(sampling_locations, value),
-            _as_accepted(attention_weights, value),
-            level_start_index=value_level_start_index,
+        return _ms_deform_attn(
+            value, value_spatial_shapes, sampling_locations, attention_weights, value_level_start_index
         )
 
 
@@ -64,14 +61,22 @@ def multi_scale_deformable_attn(
     attention_weights: Tensor,
 ) -> Tensor:
     """The same without ``level_start_index``: one level after the other."""
-    return ms_deform_attn(
-        value, value_spatial_shapes, _as_accepted(sampling_locations, value), _as_accepted(attention_weights, value)
-    )
+    return _ms_deform_attn(value, value_spatial_shapes, sampling_locations, attention_weights)
 
 
 multi_scale_deformable_attn_pytorch = multi_scale_deformable_attn
 ms_deform_attn_core_pytorch = multi_scale_deformable_attn
 
 
-def _as_accepted(tensor: Tensor, value: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float32 else tensor.to(value.dtype)
+def _ms_deform_attn(
+    value: Tensor, shapes: Shapes, locations: Tensor, weights: Tensor, level_start_index: Tensor | None = None
+) -> Tensor:
+    levels = len(shapes)
+    is_flat = locations.dim() == 5 and levels > 0
+    return ms_deform_attn(
+        value,
+        shapes,
+        *(tensor if tensor.dtype == torch.float32 else tensor.to(value.dtype) for tensor in (locations, weights)),
+        level_start_index=level_start_index,
+        num_points=[locations.shape[3] // levels] * levels if is_flat else None,
+    )

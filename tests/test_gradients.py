@@ -131,29 +131,3 @@ def test_nan_positions_add_nothing_to_the_gradient_of_the_data(device, spec, sam
     data = spec.differentiable[0]
     _, actual = gradients(spec.function, arguments, (data,))
     assert actual[data].isfinite().all()
-
-
-@parametrize_samples(lambda sample: sample.core and sample.smooth, float32_only)
-def test_forward_mode_is_refused(device, spec, sample, dtypes):
-    """Rather than a tangent of zeros."""
-    arguments = sample.make(device, dtypes, 0)
-    data = spec.differentiable[0]
-    text = "forward-mode derivatives"
-    with pytest.raises(RuntimeError, match=text):
-        torch.func.jvp(
-            lambda tensor: spec.function(**arguments | {data: tensor}), (arguments[data],), (arguments[data],)
-        )
-    with torch.autograd.forward_ad.dual_level():
-        arguments[data] = torch.autograd.forward_ad.make_dual(arguments[data], arguments[data])
-        with pytest.raises(RuntimeError, match=text):
-            spec.function(**arguments)
-
-
-@parametrize_samples(lambda sample: sample.core and "nan_offset" not in sample.tags, float32_only)
-def test_second_derivative_is_refused(device, spec, sample, dtypes):
-    data, positions = spec.differentiable[:2]
-    arguments = with_grad(sample.make(device, dtypes, 0), (data, positions))
-    output = spec.function(**arguments)
-    (gradient,) = torch.autograd.grad(output.sum(), arguments[data], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated twice"):
-        gradient.sum().backward()

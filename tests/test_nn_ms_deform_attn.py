@@ -406,3 +406,13 @@ def test_compatible_entry_points_convert_dtypes(device, data, points):
         assert_close(output, expected)
         gradients = torch.autograd.grad(output.float().sum(), (locations, weights))
         assert [gradient.dtype for gradient in gradients] == [points, points]
+
+
+@pytest.mark.parametrize("tensor_shapes", [False, True])
+def test_compatible_entry_points_divide_flat_points(tensor_shapes):
+    value, locations, weights = torch.randn(2, PIXELS, 4, 8), torch.rand(2, 5, 4, 3, 2, 2), torch.rand(2, 5, 4, 3, 2)
+    shapes = torch.tensor(SHAPES) if tensor_shapes else SHAPES
+    actual = compat.multi_scale_deformable_attn_pytorch(value, shapes, locations.flatten(3, 4), weights.flatten(3))
+    assert_close(actual, deformc.ms_deform_attn(value, SHAPES, locations, weights))
+    with pytest.raises(RuntimeError, match="ms_deform_attn: "):
+        compat.multi_scale_deformable_attn_pytorch(value, shapes, locations.flatten(3, 4)[:, :, :, 1:], weights)

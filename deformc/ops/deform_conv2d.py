@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from deformc import _checks, _eager, _library
-from deformc._autocast import register_autocast
+from deformc import _checks, _eager, _library, _transforms
+from deformc._autocast import Autocast
+from deformc.formulas import deform_conv2d as formulas
 
 Pair = int | tuple[int, int]
 
@@ -60,7 +61,8 @@ def deform_conv2d(
         RuntimeError: for shapes, dtypes or devices that do not fit; the text names the argument, what was expected and
             what it got.
 
-    Differentiable once with respect to ``input``, ``offset``, ``weight``, ``bias`` and ``mask``.
+    Differentiable any number of times, in reverse and forward mode, with respect to ``input``, ``offset``, ``weight``,
+    ``bias`` and ``mask``.
     """
     stride_h, stride_w = _pair("stride", stride)
     dilation_h, dilation_w = _pair("dilation", dilation)
@@ -234,41 +236,6 @@ def _backward_fake(grad_output, input, offset, weight, mask, *window_and_flags):
     )
 
 
-# ---- autograd --------------------------------------------------------------------------------------------------------
-
-
-def _setup_context(ctx, inputs, output):
-    input, offset, weight, _bias, mask, *ctx.window = inputs
-    ctx.save_for_backward(input, offset, weight, mask)
-
-
-def _gradients(ctx, grad_output):
-    input, offset, weight, mask = ctx.saved_tensors
-    need_input, need_offset, need_weight, need_bias, need_mask = needs = ctx.needs_input_grad[:5]
-    gradients = _backward(
-        grad_output,
-        input,
-        offset,
-        weight,
-        mask,
-        *ctx.window,
-        need_input,
-        need_offset,
-        need_weight,
-        need_bias,
-        need_mask,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    return (*(g if need else None for g, need in zip(gradients, needs, strict=True)), *[None] * 7)
-
-
-def _second_gradients(ctx, *grads):
-    raise RuntimeError(
-        "deform_conv2d_backward: the gradient of this operator is not implemented, so deform_conv2d cannot be "
-        "differentiated twice"
-    )
-
-
 # ---- FLOPs -----------------------------------------------------------------------------------------------------------
 
 
@@ -291,9 +258,9 @@ def _backward_flops(
 if _library.loaded():
     torch.library.register_fake(_forward, _fake)
     torch.library.register_fake(_backward, _backward_fake)
-    torch.library.register_autograd(_forward, _gradients, setup_context=_setup_context)
-    torch.library.register_autograd(_backward, _second_gradients)
-    register_autocast("deform_conv2d", _forward, data=("input", "weight", "bias"))
+    _autocast = Autocast(_forward, data=("input", "weight", "bias"))
+    _autocast.register()
+    _transforms.register(formulas.DeformConv2d(_forward, _backward), _autocast)
     register_flop_formula(_forward.overloadpacket)(_flops)
     register_flop_formula(_backward.overloadpacket)(_backward_flops)
     _library.explain_missing_kernels("deform_conv2d", _check_forward)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from deformc import _checks, _eager, _library
-from deformc._autocast import register_autocast
+from deformc import _checks, _eager, _library, _transforms
+from deformc._autocast import Autocast
+from deformc.formulas import ms_deform_attn as formulas
 
 _NAMES = ("ms_deform_attn", "ms_deform_attn_tensor_shapes")
 _list_op, _tensor_op = (_library.op(name) for name in _NAMES)
@@ -69,7 +70,8 @@ def ms_deform_attn(
         RuntimeError: for shapes, dtypes or devices that do not fit; the text names the argument, what was expected and
             what it got. The contents of shape tensors are checked on the CPU only.
 
-    Differentiable once with respect to ``value``, ``sampling_locations`` and ``attention_weights``.
+    Differentiable any number of times, in reverse and forward mode, with respect to ``value``, ``sampling_locations``
+    and ``attention_weights``.
     """
     shapes_in_tensor = isinstance(spatial_shapes, Tensor)
     if shapes_in_tensor:
@@ -259,38 +261,6 @@ class _Form:
         locations, weights, *_, need_value, need_locations, need_weights, _ = self.split(args)[1]
         return _gradients_like(value, locations, weights, need_value, need_locations, need_weights)
 
-    def setup_context(self, ctx, inputs, output):
-        value, *args = inputs
-        shapes, (locations, weights, *ctx.settings) = args[: self.shapes], args[self.shapes :]
-        ctx.sizes = shapes if self.shapes == 1 else None
-        ctx.save_for_backward(value, locations, weights, *(shapes if self.shapes == 2 else ()))
-
-    def gradients(self, ctx, grad_output):
-        value, locations, weights, *shapes = ctx.saved_tensors
-        need_value, *others = ctx.needs_input_grad
-        need_locations, need_weights = others[self.shapes : self.shapes + 2]
-        gradients = self.backward_op(
-            grad_output,
-            value,
-            *(shapes or ctx.sizes),
-            locations,
-            weights,
-            *ctx.settings,
-            need_value,
-            need_locations,
-            need_weights,
-            torch.are_deterministic_algorithms_enabled(),
-        )
-        needs = (need_value, need_locations, need_weights)
-        value, locations, weights = (g if need else None for g, need in zip(gradients, needs, strict=True))
-        return value, *[None] * self.shapes, locations, weights, None, None
-
-    def second_gradients(self, ctx, *grads):
-        raise RuntimeError(
-            f"{self.name}_backward: the gradient of this operator is not implemented, so ms_deform_attn cannot be "
-            "differentiated twice"
-        )
-
     # Of each point and channel: a multiplication and an addition for every pixel read and for the weight.
     def flops(self, value_shape, *args, out_shape=None, **kwargs) -> int:
         _, (_, weights_shape, _, mode) = self.split(args)
@@ -305,9 +275,9 @@ class _Form:
     def register(self) -> None:
         torch.library.register_fake(self.op, self.fake)
         torch.library.register_fake(self.backward_op, self.backward_fake)
-        torch.library.register_autograd(self.op, self.gradients, setup_context=self.setup_context)
-        torch.library.register_autograd(self.backward_op, self.second_gradients)
-        register_autocast(self.name, self.op, data=("value",))
+        autocast = Autocast(self.op, data=("value",))
+        autocast.register()
+        _transforms.register(formulas.MSDeformAttn(self.op, self.backward_op, self.shapes), autocast)
         register_flop_formula(self.op.overloadpacket)(self.flops)
         register_flop_formula(self.backward_op.overloadpacket)(self.backward_flops)
         _library.explain_missing_kernels(self.name, self.check)
