@@ -12,6 +12,9 @@ from torch import Tensor
 
 DEVICES = ("cpu",)
 
+FLOAT32 = Dtypes(torch.float32, torch.float32, torch.float32)
+FLOAT64 = Dtypes(torch.float64, torch.float64, torch.float64)
+
 # Largest error in units of the dtype's epsilon: of the expected value, and of the largest expected value of the tensor,
 # since a sum has the rounding error of its largest terms. float64 and float32 results are sums of many products, added
 # in another order than the reference's; half-precision results need no more than the rounding of columns and result.
@@ -60,7 +63,11 @@ def all_dtypes(spec: OpSpec, device: str, *, mixed: bool) -> Iterator[Dtypes]:
 
 
 def float32_only(spec: OpSpec, device: str, *, mixed: bool) -> Iterator[Dtypes]:
-    yield Dtypes(torch.float32, torch.float32, torch.float32)
+    yield FLOAT32
+
+
+def float64_only(spec: OpSpec, device: str, *, mixed: bool) -> Iterator[Dtypes]:
+    yield FLOAT64
 
 
 def every_dtype_of_core(spec: OpSpec, device: str, *, mixed: bool) -> Iterable[Dtypes]:
@@ -85,6 +92,14 @@ def parametrize_samples(
 
 def tensors_of(spec: OpSpec, arguments: Arguments) -> tuple[str, ...]:
     return tuple(name for name in spec.differentiable if arguments[name] is not None)
+
+
+def data_names(sample: Sample) -> tuple[str, ...]:
+    """The arguments that share the dtype of the data, told by drawing them with other coordinates and factors."""
+    arguments = sample.make("cpu", Dtypes(torch.float64, torch.float32, torch.float32), 0)
+    return tuple(
+        name for name, value in arguments.items() if isinstance(value, Tensor) and value.dtype == torch.float64
+    )
 
 
 def subsets(names: Iterable[str]) -> Iterator[frozenset[str]]:

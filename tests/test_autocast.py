@@ -1,17 +1,17 @@
 """Autocast narrows data and leaves coordinates, masks and float64 alone."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
-from common import assert_close, gradients
+from common import FLOAT32, assert_close, data_names, float32_only, gradients, parametrize_samples, tensors_of
 from specs import Dtypes
 from specs.deform_conv2d import problem
 
 import deformc
 
 DTYPES = (torch.bfloat16, torch.float16)
-FLOAT32 = Dtypes(torch.float32, torch.float32, torch.float32)
 
 
 def autocast(dtype):
@@ -90,6 +90,132 @@ def test_gradients_have_the_dtype_of_the_arguments(dtype):
         assert actual[name].dtype == torch.float32
         # Each argument was rounded once, which changes a sum by a few roundings.
         assert_close(actual[name].to(dtype), expected[name], name, factor=4)
+
+
+# ---- for every operator ----------------------------------------------------------------------------------------------
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def any_dtypes(spec, device, *, mixed):
+    """Also those that an operator refuses outside of autocast."""
+    for data, others in itertools.product((torch.float32, *HALVES), repeat=2):
+        yield Dtypes(data, others, others)
+
+
+def as_autocast_makes_it(data, arguments, dtype):
+    def converted(name, value):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        if name in data:
+            return value.to(dtype)
+        return value.float() if value.dtype in HALVES and value.dtype != dtype else value
+
+    return {name: converted(name, value) for name, value in arguments.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize_samples(lambda sample: sample.core, any_dtypes)
+def test_any_dtypes(device, spec, sample, dtypes, dtype):
+    """Values and gradients are those of the narrowed data, whatever the tensors were."""
+    arguments = sample.make(device, dtypes, 0)
+    wanted, data = tensors_of(spec, arguments), data_names(sample)
+
+    def narrow(**arguments):
+        return spec.function(**as_autocast_makes_it(data, arguments, dtype))
+
+    def function(**arguments):
+        with torch.autocast(device, dtype=dtype):
+            return spec.function(**arguments)
+
+    expected, expected_gradients = gradients(narrow, arguments, wanted)
+    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        actual, actual_gradients = gradients(call, arguments, wanted)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+        for name in wanted:
+            assert actual_gradients[name].dtype == arguments[name].dtype
+            torch.testing.assert_close(
+                actual_gradients[name], expected_gradients[name], rtol=0, atol=0, equal_nan=True, msg=name
+            )
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize_samples(lambda sample: sample.core)
+def test_float64_data_stays_as_it_is(device, spec, sample, dtypes, dtype):
+    if dtypes.data != torch.float64:
+        return
+    arguments = sample.make(device, dtypes, 0)
+    with torch.autocast(device, dtype=dtype):
+        output = spec.function(**arguments)
+    assert output.dtype == torch.float64
+    torch.testing.assert_close(output, spec.function(**arguments), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize_samples(lambda sample: sample.core and sample.smooth, float32_only)
+def test_transforms(device, spec, sample, dtypes, dtype):
+    """torch.func comes before autocast: gradients, tangents and mapped calls are those of the narrowed data."""
+    arguments = sample.make(device, dtypes, 0)
+    names, data = tensors_of(spec, arguments), data_names(sample)
+    tensors = tuple(arguments[name] for name in names)
+
+    def narrow(*tensors):
+        changed = arguments | dict(zip(names, tensors, strict=True))
+        return spec.function(**as_autocast_makes_it(data, changed, dtype))
+
+    def function(*tensors):
+        with torch.autocast(device, dtype=dtype):
+            return spec.function(**arguments | dict(zip(names, tensors, strict=True)))
+
+    def applied(call):
+        def loss(*tensors):
+            return call(*tensors).float().sin().sum()
+
+        positions = tuple(range(len(tensors)))
+        batches = tuple(torch.stack([tensor, tensor / 2]) for tensor in tensors)
+        results = (
+            torch.func.grad(loss, argnums=positions)(*tensors),
+            torch.func.jvp(call, tensors, tensors),
+            torch.func.vmap(call)(*batches),
+            torch.func.vmap(torch.func.grad(loss, argnums=positions))(*batches),
+            torch.func.jvp(torch.func.grad(loss), tensors, tensors),
+        )
+        return torch.utils._pytree.tree_leaves(results)
+
+    for one, other in zip(applied(function), applied(narrow), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@parametrize_samples(lambda sample: sample.core and sample.smooth, float32_only)
+def test_gradient_scaler(device, spec, sample, dtypes):
+    """float16 gradients that would vanish come through, and an overflow skips the step."""
+    arguments = sample.make(device, dtypes, 0)
+    name = spec.differentiable[0]
+    parameter = torch.nn.Parameter(arguments[name])
+    optimizer = torch.optim.SGD([parameter], lr=2.0**20)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**14)
+
+    def step(factor):
+        before = parameter.detach().clone()
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=torch.float16):
+            output = spec.function(**arguments | {name: parameter})
+            result = (output * factor).sum()
+        scaler.scale(result).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return before - parameter.detach()
+
+    _, expected = gradients(spec.function, arguments, (name,))
+    moved = step(2.0**-26)  # zero in float16
+    assert_close(moved.half(), expected[name] * 2.0**-6, factor=8)
+    assert not step(float("inf")).any()
+    assert scaler.get_scale() < 2.0**14
+
+
+# ---- in a network ----------------------------------------------------------------------------------------------------
 
 
 class Network(torch.nn.Module):

@@ -4,14 +4,21 @@ import itertools
 
 import pytest
 import torch
-from common import DEVICES, assert_close, assert_same_layout, gradients, parametrize_samples, random_like, tensors_of
-from specs import Dtypes
+from common import (
+    DEVICES,
+    FLOAT32,
+    assert_close,
+    assert_same_layout,
+    gradients,
+    parametrize_samples,
+    random_like,
+    tensors_of,
+)
 from specs.deform_conv2d import channels_last, problem
 from test_gradients import float64_only
 
 import deformc
 
-FLOAT32 = Dtypes(torch.float32, torch.float32, torch.float32)
 SIZES = ((2, 17, 23), (3, 18, 20), (5, 32, 24), (64, 20, 18))
 BACKENDS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
 

@@ -5,6 +5,7 @@ import torch
 from common import (
     assert_close,
     float32_only,
+    float64_only,
     gradients,
     is_channels_last,
     parametrize_samples,
@@ -14,12 +15,7 @@ from common import (
     widened,
     with_grad,
 )
-from specs import Dtypes
 from specs.layouts import transposed
-
-
-def float64_only(spec, device, *, mixed):
-    yield Dtypes(torch.float64, torch.float64, torch.float64)
 
 
 @parametrize_samples()

@@ -4,17 +4,13 @@ import math
 
 import pytest
 import torch
-from common import DEVICES, assert_close, gradients, random_like
+from common import DEVICES, FLOAT32, FLOAT64, assert_close, gradients, random_like
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specs import Dtypes
 from specs.ms_deform_attn import DENSE, SPARSE, TENSORS, problem
 from test_nn_ms_deform_attn import grid_sample_attention
 
 import deformc
-
-FLOAT64 = Dtypes(torch.float64, torch.float64, torch.float64)
-FLOAT32 = Dtypes(torch.float32, torch.float32, torch.float32)
 
 
 def with_levels(arguments):

@@ -4,15 +4,11 @@ import math
 
 import pytest
 import torch
-from common import DEVICES, assert_close, gradients, random_like, with_grad
-from specs import Dtypes
+from common import DEVICES, FLOAT32, FLOAT64, assert_close, gradients, random_like, with_grad
 from specs.deform_conv2d import TENSORS, integers, problem
 
 import deformc
 import deformc.reference
-
-FLOAT64 = Dtypes(torch.float64, torch.float64, torch.float64)
-FLOAT32 = Dtypes(torch.float32, torch.float32, torch.float32)
 
 WINDOWS = {
     "plain": {"padding": 1},

@@ -7,16 +7,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from common import assert_close, float32_only, parametrize_samples, subsets, tensors_of, widened, with_grad
-from specs import Dtypes
+from common import (
+    DEVICES,
+    FLOAT64,
+    assert_close,
+    float32_only,
+    float64_only,
+    parametrize_samples,
+    subsets,
+    tensors_of,
+    widened,
+    with_grad,
+)
+from specs import SPECS
 from torch import Tensor, func
 from torch.autograd import forward_ad
-
-FLOAT64 = Dtypes(torch.float64, torch.float64, torch.float64)
-
-
-def float64_only(spec, device, *, mixed):
-    yield FLOAT64
 
 
 def smooth(sample):
@@ -139,13 +144,13 @@ def compiled_samples(sample):
     return core_smooth(sample) and sample.op_level
 
 
-def check_compiled(backend, device, spec, sample, dtypes, transform):
+def check_compiled(backend, functions, device, spec, sample, transform, dtypes=FLOAT64):
     arguments = sample.make(device, dtypes, 0)
     reference, tensors = of_tensors(spec, arguments, spec.reference)
     tangents = random(tensors)
     apply = TRANSFORMS[transform]
     expected = apply(reference, tensors, tangents)
-    for function in (None, bare_op(spec)):
+    for function in functions:
         call, _ = of_tensors(spec, arguments, function)
         torch._dynamo.reset()
         compiled = torch.compile(lambda x, t: apply(call, x, t), fullgraph=True, backend=backend)  # noqa: B023
@@ -156,15 +161,16 @@ def check_compiled(backend, device, spec, sample, dtypes, transform):
 @pytest.mark.parametrize("transform", sorted(TRANSFORMS.keys() - NOT_COMPILED))
 @parametrize_samples(compiled_samples, float64_only)
 def test_compiled(device, spec, sample, dtypes, transform):
-    check_compiled("aot_eager", device, spec, sample, dtypes, transform)
+    check_compiled("aot_eager", (spec.function, bare_op(spec)), device, spec, sample, transform)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler", "no_slow_loops")
 @pytest.mark.parametrize("transform", sorted(TRANSFORMS.keys() - NOT_COMPILED))
-@parametrize_samples(compiled_samples, float64_only)
-def test_inductor(device, spec, sample, dtypes, transform):
-    check_compiled("inductor", device, spec, sample, dtypes, transform)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_inductor(device, spec, transform):
+    check_compiled("inductor", (spec.function,), device, spec, next(filter(compiled_samples, spec.samples)), transform)
 
 
 @pytest.mark.usefixtures("no_slow_loops")

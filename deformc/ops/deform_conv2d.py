@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.flop_counter import register_flop_formula
 
 from deformc import _checks, _eager, _library, _transforms
@@ -64,6 +65,9 @@ def deform_conv2d(
     Differentiable any number of times, in reverse and forward mode, with respect to ``input``, ``offset``, ``weight``,
     ``bias`` and ``mask``.
     """
+    if has_torch_function((input, offset, weight, bias, mask)):
+        arguments = (input, offset, weight, bias, stride, padding, dilation, mask)
+        return handle_torch_function(deform_conv2d, (input, offset, weight, bias, mask), *arguments)
     stride_h, stride_w = _pair("stride", stride)
     dilation_h, dilation_w = _pair("dilation", dilation)
     batched = input.dim() == 4

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.flop_counter import register_flop_formula
 
 from deformc import _checks, _eager, _library, _transforms
@@ -73,6 +74,10 @@ def ms_deform_attn(
     Differentiable any number of times, in reverse and forward mode, with respect to ``value``, ``sampling_locations``
     and ``attention_weights``.
     """
+    tensors = (value, spatial_shapes, sampling_locations, attention_weights, level_start_index)
+    if has_torch_function(tensors):
+        options = {"level_start_index": level_start_index, "num_points": num_points, "mode": mode}
+        return handle_torch_function(ms_deform_attn, tensors, *tensors[:4], **options)
     shapes_in_tensor = isinstance(spatial_shapes, Tensor)
     if shapes_in_tensor:
         levels = spatial_shapes.shape[0] if spatial_shapes.dim() else 0

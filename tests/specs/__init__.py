@@ -64,6 +64,7 @@ class OpSpec:
     backward_arguments: Callable[[Arguments, torch.Tensor, frozenset[str]], tuple]  # grad_output, gradients wanted
     samples: tuple[Sample, ...]
     errors: tuple[ErrorSample, ...] = field(default=())
+    parallel: tuple[Sample, ...] = field(default=())  # such as several threads share, and such as they cannot
 
     @property
     def op(self) -> torch._ops.OpOverload:

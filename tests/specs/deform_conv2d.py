@@ -590,4 +590,10 @@ SPEC = OpSpec(
     backward_arguments=backward_arguments,
     samples=_samples(),
     errors=_errors(),
+    parallel=(
+        Sample("one_image", problem(n=1, c=34, o=20, size=(37, 41))),
+        Sample("more_images_than_threads", problem(n=7, c=6, o=5, size=(9, 8), groups=1, offset_groups=3)),
+        Sample("grouped", problem(n=2, c=24, o=12, size=(23, 19), groups=4, offset_groups=2, mask=False)),
+        Sample("smaller_than_threads", problem(n=1, c=1, o=1, size=(1, 1))),
+    ),
 )

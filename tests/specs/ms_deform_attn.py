@@ -394,4 +394,10 @@ SPEC = OpSpec(
     backward_arguments=backward_arguments,
     samples=_samples(),
     errors=_errors(),
+    parallel=(
+        Sample("dense", problem(**(DENSE | {"q": 700}))),
+        Sample("sparse", problem(**(SPARSE | {"q": 300}))),
+        Sample("more_images_than_threads", problem(**(SPARSE | {"n": 7, "m": 1}))),
+        Sample("smaller_than_threads", problem(n=1, q=1, m=1, d=1, shapes=((1, 1),), points=1)),
+    ),
 )

@@ -99,4 +99,8 @@ SPEC = OpSpec(
     backward_arguments=backward_arguments,
     samples=_samples(),
     errors=_errors(),
+    parallel=(
+        Sample("dense", with_tensors(of_list.problem(**(of_list.DENSE | {"q": 700})))),
+        Sample("overlapping_levels", with_tensors(of_list.problem(**(of_list.DENSE | {"q": 700})), [0, 20], 64)),
+    ),
 )
