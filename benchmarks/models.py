@@ -151,6 +151,9 @@ def config(problem: Problem):
         changes["projector_scale_factors"] = [1.0]
     elif problem.model.startswith("PPDocLayoutV"):
         changes["anchor_image_size"] = None
+        if problem.model.startswith("PPDocLayoutV2"):
+            classes = 20  # as many as the reading order knows by default; each has a threshold and a place in it
+            changes |= {"num_labels": classes, "class_thresholds": [0.5] * classes, "class_order": list(range(classes))}
     name = problem.model.removesuffix("ForObjectDetection").removesuffix("ForUniversalSegmentation")
     return getattr(transformers, f"{name}Config")(**changes)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
-from deformc import _library
+from deformc import _eager, _library
 from deformc._autocast import Autocast
 
 Tensors = Sequence[Tensor | None]
@@ -170,8 +170,9 @@ class Forward(Direction):
         if grads[0] is None:
             return gradients
         needs = [needs[i] for i in self.differentiable]
+        tensors = (grads[0], *ctx.saved_tensors)
         rest = (*ctx.rest, *needs, torch.are_deterministic_algorithms_enabled())
-        results = self.formulas.backward_op(*self.join_backward((grads[0], *ctx.saved_tensors), rest))
+        results = _eager.call(self.formulas.backward_op, self.join_backward(tensors, rest), tensors)
         for i, need, gradient in zip(self.differentiable, needs, results, strict=True):
             if need:
                 gradients[i] = gradient

@@ -221,3 +221,35 @@ def test_compile(fresh_compiler, family):
         assert_outputs_close(tensors(compiled(**inputs_of(family))), expected)
     calls = [node for graph in graphs for node in graph.graph.nodes if node.target in OPS]
     assert len(calls) == len(accelerate(model).already), "the compiled model does not call the operator"
+
+
+DYNAMIC = torch.export.Dim.DYNAMIC
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["rt_detr", "rt_detr_v2", "rt_detr_v2_discrete", "d_fine", "deimv2"])
+@torch.no_grad()
+def test_export_with_dynamic_batch_and_size(family):
+    model = make(family)
+    attentions = len(accelerate(model).replaced)
+    inputs = inputs_of(family, 2, (96, 128))
+    program = torch.export.export(
+        model, (), inputs, dynamic_shapes={"pixel_values": {0: DYNAMIC, 2: DYNAMIC, 3: DYNAMIC}}, strict=True
+    )
+    assert sum(node.target in OPS for node in program.graph.nodes) == attentions
+    inputs = inputs_of(family, 3, (160, 192))
+    assert_outputs_close(tensors(program.module()(**inputs)), tensors(model(**inputs)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deformable_detr", "lw_detr", "rf_detr", "mask2former"])
+@torch.no_grad()
+def test_export_with_dynamic_batch(family):
+    """Their sizes become constants, untouched too."""
+    model = make(family)
+    attentions = len(accelerate(model).replaced)
+    shapes = {"pixel_values": {0: DYNAMIC}}
+    program = torch.export.export(model, (), inputs_of(family, 2), dynamic_shapes=shapes, strict=True)
+    assert sum(node.target in OPS for node in program.graph.nodes) == attentions
+    inputs = inputs_of(family, 3)
+    assert_outputs_close(tensors(program.module()(**inputs)), tensors(model(**inputs)))

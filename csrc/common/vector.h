@@ -41,6 +41,28 @@ DEFORMC_INLINE void store(A* values, Vector<A> vector) {
   memcpy(values, &vector, sizeof(vector));
 }
 
+// Pairs of bfloat16 numbers, and the float numbers of which those are the upper halves.
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+DEFORMC_INLINE Words load_words(const void* pairs) {
+  Words words;
+  memcpy(&words, pairs, sizeof(words));
+  return words;
+}
+
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+DEFORMC_INLINE Vector<float> even_of(Words words) { return (Vector<float>)(words << 16); }
+DEFORMC_INLINE Vector<float> odd_of(Words words) { return (Vector<float>)(words & 0xffff0000u); }
+#else
+DEFORMC_INLINE Vector<float> even_of(Words words) { return (Vector<float>)(words & 0xffff0000u); }
+DEFORMC_INLINE Vector<float> odd_of(Words words) { return (Vector<float>)(words << 16); }
+#endif
+
+DEFORMC_INLINE void store_interleaved(float* values, Vector<float> even, Vector<float> odd) {
+  store(values, __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+  store(values + LANES<float>, __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+}
+
 DEFORMC_INLINE Vector4 fold(Vector<float> v) {
   typedef float Vector8 __attribute__((vector_size(32)));
   const Vector8 half = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -265,6 +265,29 @@ DEFORMC_INLINE void attend_vectors(const Points<A>& s, int64_t first, int64_t en
   for (int v = 0; v < COUNT; ++v) store(out + v * LANES<A>, sums[v]);
 }
 
+#if DEFORMC_HAS_VECTORS
+
+// The same for bfloat16, whose numbers are the upper halves of float's: of every 32-bit word of a line, one shift and one mask give the
+// even and the odd channel, and only the sums are put in order. `out` is 0 before.
+template <int COUNT>
+DEFORMC_INLINE void attend_words(const Points<float>& s, int64_t first, int64_t end, int64_t channel, float* out) {
+  const auto at = [&](uintptr_t address) { return reinterpret_cast<const BFloat16*>(address) + channel; };
+  Vector<float> even[COUNT] = {}, odd[COUNT] = {};
+  for (int64_t i = first; i < end; ++i) {
+    const BFloat16 *const p00 = at(s.from.a00[i]), *const p01 = at(s.from.a01[i]), *const p10 = at(s.from.a10[i]), *const p11 = at(s.from.a11[i]);
+    const float w00 = s.w00[i], w01 = s.w01[i], w10 = s.w10[i], w11 = s.w11[i], weight = s.weight[i];
+    for (int v = 0; v < COUNT; ++v) {
+      const int64_t c = 2 * v * LANES<float>;
+      const Words b00 = load_words(p00 + c), b01 = load_words(p01 + c), b10 = load_words(p10 + c), b11 = load_words(p11 + c);
+      even[v] = even[v] + weight * (w00 * even_of(b00) + w01 * even_of(b01) + w10 * even_of(b10) + w11 * even_of(b11));
+      odd[v] = odd[v] + weight * (w00 * odd_of(b00) + w01 * odd_of(b01) + w10 * odd_of(b10) + w11 * odd_of(b11));
+    }
+  }
+  for (int v = 0; v < COUNT; ++v) store_interleaved(out + 2 * v * LANES<float>, even[v], odd[v]);
+}
+
+#endif
+
 // out [queries, channels] = the attended values.
 template <typename A, typename V>
 DEFORMC_MULTIVERSION static void attend_points(Points<A> s, int64_t points, int64_t queries, int64_t channels, A* out) {
@@ -272,6 +295,12 @@ DEFORMC_MULTIVERSION static void attend_points(Points<A> s, int64_t points, int6
   for (int64_t q = 0; q < queries; ++q, out += channels) {
     const int64_t first = q * points, end = first + points;
     int64_t c = 0;
+#if DEFORMC_HAS_VECTORS
+    if constexpr (std::is_same_v<V, BFloat16>) {
+      for (; c + 4 * LANES<A> <= channels; c += 4 * LANES<A>) attend_words<2>(s, first, end, c, out + c);
+      for (; c + 2 * LANES<A> <= channels; c += 2 * LANES<A>) attend_words<1>(s, first, end, c, out + c);
+    }
+#endif
     for (; c + 4 * LANES<A> <= channels; c += 4 * LANES<A>) attend_vectors<A, V, 4>(s, first, end, c, out + c);
     for (; c + 2 * LANES<A> <= channels; c += 2 * LANES<A>) attend_vectors<A, V, 2>(s, first, end, c, out + c);
     for (; c + LANES<A> <= channels; c += LANES<A>) attend_vectors<A, V, 1>(s, first, end, c, out + c);
