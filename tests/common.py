@@ -12,6 +12,8 @@ from torch import Tensor
 
 DEVICES = ("cpu",)
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
 FLOAT32 = Dtypes(torch.float32, torch.float32, torch.float32)
 FLOAT64 = Dtypes(torch.float64, torch.float64, torch.float64)
 

@@ -10,6 +10,7 @@ import torch
 from common import (
     DEVICES,
     FLOAT64,
+    TORCH,
     assert_close,
     float32_only,
     float64_only,
@@ -96,7 +97,7 @@ TRANSFORMS: dict[str, Callable] = {
     ),
 }
 # Dynamo does not trace them, whatever the function is.
-NOT_COMPILED = {"jacobian_vectorized", "linearize"}
+NOT_COMPILED = {"jacobian_vectorized", "linearize"} | ({"jacfwd", "hessian"} if TORCH < (2, 13) else set())
 
 
 def assert_trees_close(actual, expected, factor: float = 8) -> None:
