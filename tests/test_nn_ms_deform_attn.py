@@ -414,5 +414,5 @@ def test_compatible_entry_points_divide_flat_points(tensor_shapes):
     shapes = torch.tensor(SHAPES) if tensor_shapes else SHAPES
     actual = compat.multi_scale_deformable_attn_pytorch(value, shapes, locations.flatten(3, 4), weights.flatten(3))
     assert_close(actual, deformc.ms_deform_attn(value, SHAPES, locations, weights))
-    with pytest.raises(RuntimeError, match="ms_deform_attn_?.*: "):
+    with pytest.raises(RuntimeError, match="ms_deform_attn"):
         compat.multi_scale_deformable_attn_pytorch(value, shapes, locations.flatten(3, 4)[:, :, :, 1:], weights)
