@@ -1,8 +1,8 @@
 """Detection and segmentation models of ``transformers``, untouched and accelerated.
 
-Published sizes, random weights, one image; nothing is downloaded. A row is verified call by call: what deformc gives
-for the tensors of every attention against what the model's own code gives for them. Whole outputs would not do, for
-most of these models choose their queries by score, and rounding is enough to choose others.
+Sizes of published models, random weights, one image; nothing is downloaded. A row is verified call by call: what
+deformc gives for the tensors of every attention against what the model's own code gives for them. Whole outputs would
+not do, for most of these models choose their queries by score, and rounding is enough to choose others.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ PROBLEMS = [
     Problem("RT-DETRv2, ResNet-50", "RTDetrV2ForObjectDetection", (640, 640)),
     Problem("D-FINE, HGNetV2", "DFineForObjectDetection", (640, 640)),
     Problem("DEIMv2, HGNetV2", "Deimv2ForObjectDetection", (640, 640)),
-    Problem("LW-DETR tiny", "LwDetrForObjectDetection", (640, 640)),
+    Problem("LW-DETR small", "LwDetrForObjectDetection", (640, 640)),
     Problem("RF-DETR base", "RfDetrForObjectDetection", (560, 560)),
     Problem("Grounding DINO, Swin-T", "GroundingDinoForObjectDetection", (800, 1066)),
     Problem("MM Grounding DINO, Swin-T", "MMGroundingDinoForObjectDetection", (800, 1066)),
@@ -136,7 +136,7 @@ def accelerated_model(problem: Problem) -> nn.Module:
 
 
 def config(problem: Problem):
-    """The defaults of ``transformers`` are the published sizes where nothing is said here."""
+    """The defaults of ``transformers`` are the sizes of a published model where nothing is said here."""
     changes = {}
     if problem.model.startswith("DeformableDetr"):
         changes["backbone_config"] = transformers.ResNetConfig(out_features=["stage2", "stage3", "stage4"])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from deformc import _library
+from deformc._schema import Arguments
 
 _libraries = []
 
@@ -23,10 +24,9 @@ class Autocast:
 
     def __init__(self, op: Callable, data: Sequence[str]) -> None:
         self.op = op
-        names = [argument.name for argument in op._schema.arguments]
-        is_tensor = ["Tensor" in str(argument.type) for argument in op._schema.arguments]
-        self.data = [i for i, name in enumerate(names) if name in data]
-        self.others = [i for i, yes in enumerate(is_tensor) if yes and i not in self.data]
+        arguments = Arguments(op)
+        self.data = [i for i in arguments.tensor_positions if arguments.names[i] in data]
+        self.others = [i for i in arguments.tensor_positions if i not in self.data]
 
     def of(self, args: Sequence, device: str | None = None) -> Sequence:
         """The arguments as the op gets them, which are the same outside of autocast."""

@@ -13,22 +13,26 @@ differentiable operators of PyTorch, so what is differentiated or mapped again f
 
 from __future__ import annotations
 
-import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
 from deformc import _eager, _library
 from deformc._autocast import Autocast
+from deformc._schema import Arguments
+
+try:  # not part of torch's interface; torch 2.10 to 2.14 have it
+    from torch._library.autograd import Info, make_autograd_impl
+except ImportError:
+    make_autograd_impl = None
 
 Tensors = Sequence[Tensor | None]
 
 
-class Formulas:
+class Formulas(ABC):
     """The mathematics of an op, in terms of the op, its backward op and differentiable operators of PyTorch.
 
     ``primals`` are the backward op's tensors but for the output's gradient, in its order. ``tangents`` has a tensor or
@@ -41,10 +45,11 @@ class Formulas:
     def __init__(self, op: torch._ops.OpOverload, backward_op: torch._ops.OpOverload) -> None:
         self.op, self.backward_op = op, backward_op
 
+    @abstractmethod
     def jvp(self, primals: Tensors, tangents: Tensors, rest: tuple) -> Tensor:
         """The output's tangent. At least one of the tangents is not None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def second(
         self, grad_output: Tensor, primals: Tensors, tangents: Tensors, rest: tuple, needs: Sequence[bool]
     ) -> Tensors:
@@ -53,15 +58,14 @@ class Formulas:
         It is the gradient of ``<grad_output, jvp(primals, tangents)>`` with respect to the primals. So it is both the
         tangent of the backward op and, for tangents that are the gradients of its results, its gradient.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def vmap(self, size: int, tensors: Tensors, mapped: Sequence[bool], rest: tuple) -> tuple[Tensor, int]:
         """The output, and which of its dimensions is the mapped one. In the tensors that have it, it is the first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def vmap_backward(self, size: int, tensors: Tensors, mapped: Sequence[bool], rest: tuple) -> tuple[Tensors, tuple]:
         """The same of the backward op, whose last arguments are in ``rest`` too."""
-        raise NotImplementedError
 
 
 class Rest:
@@ -73,31 +77,7 @@ class Rest:
         self.values = values
 
 
-class Arguments:
-    """An op's arguments as tensors and the rest."""
-
-    def __init__(self, op: torch._ops.OpOverload) -> None:
-        arguments = op._schema.arguments
-        self.names = [argument.name for argument in arguments]
-        is_tensor = ["Tensor" in str(argument.type) for argument in arguments]
-        tensors = [i for i, yes in enumerate(is_tensor) if yes]
-        others = [i for i, yes in enumerate(is_tensor) if not yes]
-        self.tensor_names = [self.names[i] for i in tensors]
-        self.tensors = operator.itemgetter(*tensors)
-        self.rest = operator.itemgetter(*others)
-        order = tensors + others
-        self._join = operator.itemgetter(*(order.index(i) for i in range(len(arguments))))
-        self._count = len(arguments)
-
-    def join(self, tensors: Tensors, rest: tuple) -> tuple:
-        return self._join((*tensors, *rest))
-
-    def of_tensors(self, values: Sequence) -> tuple:
-        """Values for the tensors, as values for all arguments: None for the rest."""
-        return self.join(values, (None,) * (self._count - len(self.tensor_names)))
-
-
-class Direction:
+class Direction(ABC):
     """What the op and its backward op have in common."""
 
     def __init__(self, op: torch._ops.OpOverload, vmap: Callable) -> None:
@@ -105,10 +85,17 @@ class Direction:
         self.arguments = Arguments(op)
         self.function = _function(self, vmap)
 
-    # To be defined: what to keep for a derivative, the gradients of the tensors, the tangent of the output.
-    def save(self, ctx, tensors: Tensors, rest: tuple, output) -> None: ...
-    def gradients(self, ctx, grads: Tensors, needs: Sequence[bool]) -> Tensors: ...
-    def jvp(self, ctx, tangents: Tensors) -> Any: ...
+    @abstractmethod
+    def save(self, ctx, tensors: Tensors, rest: tuple, output) -> None:
+        """Keep what a derivative needs."""
+
+    @abstractmethod
+    def gradients(self, ctx, grads: Tensors, needs: Sequence[bool]) -> Tensors:
+        """Those of the tensors."""
+
+    @abstractmethod
+    def jvp(self, ctx, tangents: Tensors) -> Tensor | Tensors:
+        """The tangent of each output."""
 
     def register(self, autocast: Autocast | None = None) -> None:
         arguments, function = self.arguments, self.function
@@ -129,7 +116,10 @@ class Direction:
             # The transforms come before autocast, and a formula must see what the kernel computes with.
             return as_function(*(autocast.of(args) if autocast else args))
 
-        plain = make_autograd_impl(self.op, Info(backward, setup_context))
+        if make_autograd_impl is not None:
+            plain = make_autograd_impl(self.op, Info(backward, setup_context))
+        else:
+            plain = registered_autograd(self.op)
 
         def autograd(keyset, *args):
             # In a dual level, register_autograd's kernel would drop the tangents without a word. Inside of the Function
@@ -147,6 +137,14 @@ class Direction:
 
 
 _libraries: list[torch.library.Library] = []
+
+
+def registered_autograd(op: torch._ops.OpOverload) -> Callable:
+    """The kernel that register_autograd made, by torch's interface alone; it costs 1 to 2 microseconds more a call.
+
+    It is found behind the autograd key of any device for which nothing else is registered.
+    """
+    return torch.library.get_kernel(op.name(), "AutogradXLA").call_boxed
 
 
 class Forward(Direction):
@@ -284,15 +282,13 @@ def add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one + other
 
 
+def with_mapped(tensor: Tensor, is_mapped: bool, size: int) -> Tensor:
+    """The tensor with the mapped dimension, the first, which it may lack."""
+    return tensor if is_mapped else tensor.expand(size, *tensor.shape)
+
+
 def fold(tensor: Tensor | None, is_mapped: bool, size: int, dim: int) -> Tensor | None:
-    """The mapped dimension, which is the first or missing, made part of dimension ``dim``, as its slower half."""
+    """The mapped dimension made part of dimension ``dim``, as its slower half."""
     if tensor is None:
         return None
-    if not is_mapped:
-        tensor = tensor.expand(size, *tensor.shape)
-    return tensor.movedim(0, dim).flatten(dim, dim + 1)
-
-
-def unfold(tensor: Tensor, size: int, dim: int) -> Tensor:
-    """The opposite of fold, but for the place: the mapped dimension is ``dim``, and what was there follows it."""
-    return tensor.unflatten(dim, (size, tensor.shape[dim] // size))
+    return with_mapped(tensor, is_mapped, size).movedim(0, dim).flatten(dim, dim + 1)

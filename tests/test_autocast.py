@@ -1,13 +1,22 @@
 """Autocast narrows data and leaves coordinates, masks and float64 alone."""
 
-import contextlib
 import itertools
 
 import pytest
 import torch
-from common import FLOAT32, assert_close, data_names, float32_only, gradients, parametrize_samples, tensors_of
+from common import (
+    FLOAT32,
+    all_dtypes,
+    assert_close,
+    data_names,
+    float32_only,
+    gradients,
+    parametrize_samples,
+    tensors_of,
+)
 from specs import Dtypes
 from specs.deform_conv2d import problem
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deformc
 
@@ -18,78 +27,11 @@ def autocast(dtype):
     return torch.autocast("cpu", dtype=dtype)
 
 
-@contextlib.contextmanager
-def op_calls():
-    """The dtypes of the operator's tensor arguments, as they reach the kernel."""
-    calls = []
-
-    class Record(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.deformc.deform_conv2d.default:
-                calls.append(tuple(arg.dtype if isinstance(arg, torch.Tensor) else None for arg in args[:5]))
-            return function(*args, **kwargs or {})
-
-    with Record():
-        yield calls
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("optional", [True, False], ids=["mask_and_bias", "neither"])
-def test_data_is_narrowed_and_coordinates_are_not(dtype, optional):
-    arguments = problem(mask=optional, bias=optional)("cpu", FLOAT32, 0)
-    with autocast(dtype), op_calls() as calls:
-        output = deformc.deform_conv2d(**arguments)
-    optional_dtypes = (dtype, torch.float32) if optional else (None, None)
-    assert calls == [(dtype, torch.float32, dtype, *optional_dtypes)]
-    assert output.dtype == dtype
-    narrow = {
-        name: value.to(dtype) if name in ("input", "weight", "bias") and value is not None else value
-        for name, value in arguments.items()
-    }
-    assert torch.equal(output, deformc.deform_conv2d(**narrow))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_float64_stays(dtype):
-    arguments = problem()("cpu", Dtypes(torch.float64, torch.float64, torch.float64), 0)
-    with autocast(dtype):
-        output = deformc.deform_conv2d(**arguments)
-    assert output.dtype == torch.float64
-    assert torch.equal(output, deformc.deform_conv2d(**arguments))
-
-
-def test_mixed_input_becomes_one_dtype():
-    """A half-precision activation, float32 parameters and coordinates of either: what a network under autocast has."""
-    for coordinates in (torch.float32, torch.bfloat16):
-        arguments = problem()("cpu", Dtypes(torch.float32, coordinates, coordinates), 0)
-        arguments["input"] = arguments["input"].bfloat16()
-        with autocast(torch.bfloat16), op_calls() as calls:
-            deformc.deform_conv2d(**arguments)
-        assert calls == [(torch.bfloat16, coordinates, torch.bfloat16, torch.bfloat16, coordinates)]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_disabled_autocast_changes_nothing(dtype):
     arguments = problem()("cpu", FLOAT32, 0)
     with autocast(dtype), torch.autocast("cpu", enabled=False):
         assert deformc.deform_conv2d(**arguments).dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_have_the_dtype_of_the_arguments(dtype):
-    arguments = problem()("cpu", FLOAT32, 0)
-    wanted = ("input", "offset", "weight", "bias", "mask")
-
-    def function(**arguments):
-        with autocast(dtype):
-            return deformc.deform_conv2d(**arguments)
-
-    _, actual = gradients(function, arguments, wanted)
-    _, expected = gradients(deformc.deform_conv2d, arguments, wanted)
-    for name in wanted:
-        assert actual[name].dtype == torch.float32
-        # Each argument was rounded once, which changes a sum by a few roundings.
-        assert_close(actual[name].to(dtype), expected[name], name, factor=4)
 
 
 # ---- for every operator ----------------------------------------------------------------------------------------------
@@ -140,11 +82,13 @@ def test_any_dtypes(device, spec, sample, dtypes, dtype):
         torch._dynamo.reset()
 
 
+def float64_data(spec, device, *, mixed):
+    return (dtypes for dtypes in all_dtypes(spec, device, mixed=mixed) if dtypes.data == torch.float64)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@parametrize_samples(lambda sample: sample.core)
+@parametrize_samples(lambda sample: sample.core, float64_data)
 def test_float64_data_stays_as_it_is(device, spec, sample, dtypes, dtype):
-    if dtypes.data != torch.float64:
-        return
     arguments = sample.make(device, dtypes, 0)
     with torch.autocast(device, dtype=dtype):
         output = spec.function(**arguments)
@@ -186,6 +130,28 @@ def test_transforms(device, spec, sample, dtypes, dtype):
     for one, other in zip(applied(function), applied(narrow), strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "mps"])
+@parametrize_samples(lambda sample: sample.core and sample.op_level, any_dtypes)
+def test_rule_of_devices_that_are_not_here(device, spec, sample, dtypes, device_type):
+    """Fake tensors pass the same keys of the dispatcher as real ones; torch.autocast itself wants the device."""
+    arguments = sample.make("cpu", dtypes, 0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        arguments = {
+            name: torch.empty_like(value, device=device_type) if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+        }
+        before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_dtype(device_type, torch.bfloat16)
+        try:
+            output = spec.op(*spec.op_arguments(arguments))
+        finally:
+            torch.set_autocast_enabled(device_type, before[0])
+            torch.set_autocast_dtype(device_type, before[1])
+    assert output.dtype == torch.bfloat16
+    assert output.device.type == device_type
 
 
 @parametrize_samples(lambda sample: sample.core and sample.smooth, float32_only)

@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import inspect
-import pickle
 from functools import partial
 
 import pytest
@@ -362,18 +361,6 @@ def test_reset_parameters_of_every_module():
     assert not model.conv_offset.weight.any()
     assert not model.conv_offset.bias.any()
     assert 0 < model.weight.abs().max() <= 1 / 6
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_copies(duplicate):
-    module = deforming(DeformConv2dPack(4, 6, 3, padding="same", offset_groups=2))
-    twin = duplicate(module)
-    input = torch.randn(2, 4, 9, 8)
-    assert twin(input).equal(module(input))
-    assert repr(twin) == repr(module)
-    with torch.no_grad():
-        twin.weight.zero_()
-    assert module.weight.any()
 
 
 def test_gradients_reach_every_parameter():

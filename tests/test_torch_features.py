@@ -173,6 +173,10 @@ def test_copies_of_modules(module_and_inputs, duplicate):
     twin = duplicate(module)
     assert torch.equal(twin(*inputs), module(*inputs))
     assert repr(twin) == repr(module)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert all(parameter.any() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

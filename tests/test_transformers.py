@@ -156,6 +156,20 @@ def test_a_forward_of_other_code():
         report.undo()
 
 
+@pytest.mark.parametrize(("family", "name"), [("rt_detr", "attn"), ("d_fine", "ms_deformable_attn_core")])
+def test_undo_leaves_what_other_code_has_set(family, name):
+    model = make(family)
+    report = accelerate(model)
+    attention = model.get_submodule(report.replaced[0].module)
+    ours = getattr(attention, name)
+    setattr(attention, name, nn.Identity())
+    with pytest.raises(RuntimeError, match=f"undo: other code has replaced the {name} of a "):
+        report.undo()
+    setattr(attention, name, ours)
+    report.undo()
+    assert len(accelerate(model).replaced) == 2
+
+
 @pytest.mark.parametrize("family", ["rt_detr", "d_fine", "rt_detr_v2"])
 @torch.no_grad()
 def test_a_saved_model(family):
@@ -227,8 +241,18 @@ DYNAMIC = torch.export.Dim.DYNAMIC
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(TORCH < (2, 13), reason="untouched, most of these models do not export with torch 2.10 either")
-@pytest.mark.parametrize("family", ["rt_detr", "rt_detr_v2", "rt_detr_v2_discrete", "d_fine", "deimv2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "rt_detr",
+        *(
+            pytest.param(
+                family, marks=pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.10 cannot, untouched either")
+            )
+            for family in ("rt_detr_v2", "rt_detr_v2_discrete", "d_fine", "deimv2")
+        ),
+    ],
+)
 @torch.no_grad()
 def test_export_with_dynamic_batch_and_size(family):
     model = make(family)

@@ -20,9 +20,12 @@ from common import (
     widened,
     with_grad,
 )
-from specs import SPECS
+from specs import SPECS, Dtypes
 from torch import Tensor, func
 from torch.autograd import forward_ad
+
+import deformc
+from deformc import _transforms
 
 
 def smooth(sample):
@@ -76,6 +79,7 @@ TRANSFORMS: dict[str, Callable] = {
     "jacrev": lambda f, x, t: func.jacrev(lambda *x: f(*x).flatten()[::7], argnums=all_of(x))(*x),
     "jacfwd": lambda f, x, t: func.jacfwd(loss(f), argnums=all_of(x))(*x),
     "hessian": lambda f, x, t: func.hessian(loss(f), argnums=(1, len(x) - 1))(*x),
+    "hessian_of_one": lambda f, x, t: func.hessian(loss(f), argnums=1)(*x),
     "forward_over_reverse": lambda f, x, t: func.jvp(func.grad(loss(f), argnums=all_of(x)), x, t),
     "reverse_over_reverse": lambda f, x, t: func.vjp(func.grad(loss(f), argnums=all_of(x)), *x)[1](t),
     "reverse_over_forward": lambda f, x, t: func.grad(lambda *x: func.jvp(loss(f), x, t)[1], argnums=all_of(x))(*x),
@@ -96,7 +100,7 @@ TRANSFORMS: dict[str, Callable] = {
         lambda *x: f(*x).flatten()[::7], x, vectorize=True
     ),
 }
-# Dynamo does not trace them, whatever the function is.
+# Dynamo does not trace them, whatever the function is; torch 2.10's no jacfwd of several arguments at once.
 NOT_COMPILED = {"jacobian_vectorized", "linearize"} | ({"jacfwd", "hessian"} if TORCH < (2, 13) else set())
 
 
@@ -224,6 +228,18 @@ def test_each_combination_of_second_derivatives(device, spec, sample, dtypes):
             assert_trees_close(second(call, i, j), second(reference, i, j))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@parametrize_samples(compiled_samples, float64_only)
+def test_second_derivative_of_a_compiled_function_raises(device, spec, sample, dtypes):
+    """It is torch that has none; a transform inside of the compiled function, above, does the same."""
+    call, tensors = of_tensors(spec, sample.make(device, dtypes, 0))
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    output = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
+    gradient = torch.autograd.grad(output.sin().sum(), leaves[0], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        torch.autograd.grad(gradient.sum(), leaves[1])
+
+
 @pytest.mark.parametrize("public", [True, False], ids=["public", "bare"])
 @parametrize_samples(lambda sample: core_smooth(sample) and sample.op_level, float64_only)
 def test_dual_numbers(device, spec, sample, dtypes, public):
@@ -288,8 +304,91 @@ def test_functionalize_raises(device, spec, sample, dtypes):
     """torch has no rule for operators like this one under functionalize. It must not be a wrong value."""
     arguments = sample.make(device, dtypes, 0)
     call, tensors = of_tensors(spec, arguments)
-    try:
-        output = func.functionalize(call)(*tensors)
-    except (RuntimeError, NotImplementedError):
-        return
-    assert torch.equal(output, call(*tensors))
+    with pytest.raises(RuntimeError):
+        func.functionalize(call)(*tensors)
+
+
+@pytest.mark.parametrize("arguments", [0, 1])
+def test_vmap_over_tensors_of_shapes_raises(arguments):
+    (spec,) = (spec for spec in SPECS if spec.name == "ms_deform_attn_tensor_shapes")
+    values = spec.samples[0].make("cpu", Dtypes(*[torch.float32] * 3), 0)
+    name = ("spatial_shapes", "level_start_index")[arguments]
+    mapped = func.vmap(lambda tensor: spec.function(**values | {name: tensor}))
+    with pytest.raises(RuntimeError, match=r"ms_deform_attn_tensor_shapes: torch\.func\.vmap cannot map"):
+        mapped(torch.stack([values[name]] * 2))
+
+
+@parametrize_samples(lambda sample: sample.core and sample.op_level, float64_only)
+def test_kernel_of_register_autograd(device, spec, sample, dtypes):
+    """What serves plain calls if torch's own function for it is no longer there."""
+    arguments = sample.make(device, dtypes, 0)
+    inputs = with_grad(arguments, tensors_of(spec, arguments))
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autograd{device.upper()}"))
+    keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
+    output = _transforms.registered_autograd(spec.op)(keys, *spec.op_arguments(inputs))
+    expected = spec.op(*spec.op_arguments(inputs))
+    torch.testing.assert_close(output, expected, rtol=0, atol=0, equal_nan=True)
+    leaves = [inputs[name] for name in tensors_of(spec, arguments)]
+    for one, other in zip(
+        torch.autograd.grad(output.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+# torch makes no dual numbers of tensors that repeat an element by stride 0, as some layouts do; and a pixel or gradient
+# that is not finite may reach one pixel further than in the reference.
+NO_REFERENCE = {"layout", "nan_offset", "nan_result"}
+
+
+@pytest.mark.parametrize("transform", ["jvp", "forward_over_reverse"])
+@parametrize_samples(lambda sample: not sample.smooth and not sample.tags & NO_REFERENCE, float64_only)
+def test_positions_at_borders_integers_and_beyond(device, spec, sample, dtypes, transform):
+    """Where derivatives have a jump, they are those of the reference's side."""
+    arguments = sample.make(device, dtypes, 0)
+    call, tensors = of_tensors(spec, arguments)
+    reference, _ = of_tensors(spec, arguments, spec.reference)
+    tangents = random(tensors)
+    apply = TRANSFORMS[transform]
+    assert_trees_close(apply(call, tensors, tangents), apply(reference, tensors, tangents), factor=64)
+
+
+# ---- all sizes in one compilation ------------------------------------------------------------------------------------
+
+
+def convolve(input, offset, weight):
+    return deformc.deform_conv2d(input, offset, weight, padding=1)
+
+
+def convolution(n, height, width):
+    return torch.randn(n, 4, height, width), torch.rand(n, 18, height, width) + 0.2, torch.randn(8, 4, 3, 3)
+
+
+def attend(features, locations, weights):
+    """One level, of the size of the features."""
+    value = features.flatten(2).transpose(1, 2).unflatten(2, (2, 4))
+    return deformc.ms_deform_attn(value, [features.shape[2:]], locations, weights)
+
+
+def attention(n, height, width):
+    queries = height + width
+    return torch.randn(n, 8, height, width), torch.rand(n, queries, 2, 1, 3, 2), torch.rand(n, queries, 2, 1, 3)
+
+
+# Different numbers everywhere: torch takes equal sizes for one symbol at first. (Under forward over reverse, torch
+# compiles any function, x * x too, anew for every size.)
+SIZES = ((5, 17, 29), (7, 31, 19), (11, 23, 41))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("transform", ["grad", "jvp", "reverse_over_reverse", "vmap_grad"])
+@pytest.mark.parametrize(("function", "inputs"), [(convolve, convolution), (attend, attention)])
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_one_compilation_for_all_sizes(function, inputs, transform):
+    apply = TRANSFORMS[transform]
+    compiled = torch.compile(
+        lambda *tensors: apply(function, tensors, tensors), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for size in SIZES:
+        tensors = inputs(*size)
+        # Compilation orders the operators around ours in another way, in float32.
+        assert_trees_close(compiled(*tensors), apply(function, tensors, tensors), factor=64)

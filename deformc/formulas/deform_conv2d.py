@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from deformc._transforms import Formulas, Tensors, add, fold
+from deformc._transforms import Formulas, Tensors, add, fold, with_mapped
 
 
 class DeformConv2d(Formulas):
@@ -175,8 +175,7 @@ def _into_channels(tensor: Tensor | None, is_mapped: bool, size: int, groups: in
     """Output channels, at ``dim``, of every one of the mapped: group by group, for the groups share their samples."""
     if tensor is None:
         return None
-    if not is_mapped:
-        tensor = tensor.expand(size, *tensor.shape)
+    tensor = with_mapped(tensor, is_mapped, size)
     return tensor.unflatten(dim + 1, (groups, -1)).movedim(0, dim + 1).flatten(dim, dim + 2)
 
 

@@ -41,9 +41,14 @@ class Report:
         self._undo: list[Callable[[], None]] = []
 
     def undo(self) -> None:
-        """Put back what this call of :func:`accelerate` replaced."""
+        """Put back what this call of :func:`accelerate` replaced.
+
+        Raises:
+            RuntimeError: other code has replaced one of the calls since; those not yet put back stay replaced.
+        """
         while self._undo:
-            self._undo.pop()()
+            self._undo[-1]()
+            self._undo.pop()
         self.replaced = ()
 
     def __str__(self) -> str:
@@ -153,6 +158,23 @@ def _is_deformable_attention(module: nn.Module) -> bool:
     return "multiscaledeformableattention" in type(module).__name__.lower() and any(True for _ in module.children())
 
 
+def _set(module: nn.Module, name: str, ours: object) -> Callable[[], None]:
+    """Set an attribute. Returns how to undo it, which refuses to touch what other code has set since."""
+    own = module.__dict__ | module._modules
+    absent = name not in own
+    setattr(module, name, ours)
+
+    def undo() -> None:
+        if getattr(module, name) is not ours:
+            raise RuntimeError(f"undo: other code has replaced the {name} of a {type(module).__name__} since")
+        if absent:
+            delattr(module, name)
+        else:
+            setattr(module, name, own[name])
+
+    return undo
+
+
 class _InnerModule:
     """``self.attn(...)``, a module of the class MultiScaleDeformableAttention."""
 
@@ -166,9 +188,7 @@ class _InnerModule:
 
     @staticmethod
     def replace(module: nn.Module) -> Callable[[], None]:
-        original = module.attn
-        module.attn = MultiScaleDeformableAttention().train(original.training)
-        return lambda: setattr(module, "attn", original)
+        return _set(module, "attn", MultiScaleDeformableAttention().train(module.attn.training))
 
     @staticmethod
     def describe(module: nn.Module) -> str:
@@ -188,9 +208,7 @@ class _Attribute:
 
     @staticmethod
     def replace(module: nn.Module) -> Callable[[], None]:
-        original = module.ms_deformable_attn_core
-        module.ms_deformable_attn_core = multi_scale_deformable_attention_v2
-        return lambda: setattr(module, "ms_deformable_attn_core", original)
+        return _set(module, "ms_deformable_attn_core", multi_scale_deformable_attention_v2)
 
     @staticmethod
     def describe(module: nn.Module) -> str:
@@ -215,14 +233,7 @@ class _Global:
 
     @staticmethod
     def replace(module: nn.Module) -> Callable[[], None]:
-        forward = module.forward = _Forward(module)
-
-        def undo() -> None:
-            if module.__dict__.get("forward") is not forward:
-                raise RuntimeError(f"undo: other code has replaced the forward of a {type(module).__name__} since")
-            del module.forward
-
-        return undo
+        return _set(module, "forward", _Forward(module))
 
     @staticmethod
     def describe(module: nn.Module) -> str:

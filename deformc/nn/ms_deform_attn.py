@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deformc._checks import dtype_text, shape_text
+from deformc._checks import Checks, dtype_text, shape_text
 from deformc.ops.ms_deform_attn import ms_deform_attn
+
+_CHECKS = Checks("MSDeformAttn")
 
 
 class MSDeformAttn(nn.Module):
@@ -164,11 +166,10 @@ class MSDeformAttn(nn.Module):
             _check_shape("input_spatial_shapes", input_spatial_shapes, "[L, 2]", levels, 2)
         elif not _is_list_of_pairs(input_spatial_shapes, levels):
             expected = f"a list of L = {levels} pairs (H, W) or an int64 tensor [L, 2]"
-            raise RuntimeError(f"MSDeformAttn: input_spatial_shapes must be {expected}, got {input_spatial_shapes!r}")
+            _CHECKS.fail(f"input_spatial_shapes must be {expected}, got {input_spatial_shapes!r}")
         if input_padding_mask is not None:
             if input_padding_mask.dtype != torch.bool:
-                got = dtype_text(input_padding_mask.dtype)
-                raise RuntimeError(f"MSDeformAttn: input_padding_mask must be bool, got {got}")
+                _CHECKS.fail(f"input_padding_mask must be bool, got {dtype_text(input_padding_mask.dtype)}")
             _check_shape("input_padding_mask", input_padding_mask, "[N, S]", (batch, 1), input_flatten.shape[1])
 
     def extra_repr(self) -> str:
@@ -201,8 +202,7 @@ def _check_shape(name: str, tensor: Tensor, dimensions: str, *expected: int | tu
             symbol if one is None else str(one) if one == other else f"{one} or {other}"
             for symbol, (one, other) in zip(names, allowed, strict=True)
         ]
-        got = shape_text(tensor.shape)
-        raise RuntimeError(f"MSDeformAttn: {name} must have shape {dimensions} = {shape_text(sizes)}, got {got}")
+        _CHECKS.fail(f"{name} must have shape {dimensions} = {shape_text(sizes)}, got {shape_text(tensor.shape)}")
 
 
 def _require(condition: bool, text: str) -> None:

@@ -148,7 +148,7 @@ def _samples() -> tuple[Sample, ...]:
     add("uneven_points", core=True, smooth=True, points=(3, 6, 3), shapes=((4, 6), (2, 3), (1, 2)), q=3, m=1, d=3)
     add("level_without_points", points=(2, 0, 1), shapes=((3, 4), (2, 2), (2, 1)))
     add("no_points", points=(0, 0), tags=("empty",))
-    add("discrete", core=True, mode="discrete", q=4)
+    add("discrete", core=True, smooth=True, mode="discrete", q=4)
     add("discrete_uneven_points", mode="discrete", points=(1, 3), positions=far)
     for levels in (1, 3, 4, 5, 6):
         shapes = tuple((max(1, 8 >> level), max(1, 11 >> level)) for level in range(levels))
