@@ -1,11 +1,14 @@
 """Builds the kernel libraries. Sources are globbed: a new op is a new folder in csrc/ and needs no line here.
 
+On macOS the library holds the Metal kernels too: compiled, where Xcode has a Metal compiler, and as source text.
+
 Environment: DEFORMC_SANITIZE=1 builds with AddressSanitizer and UndefinedBehaviorSanitizer, DEBUG=1 without
 optimisation.
 """
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -68,8 +71,29 @@ class BuildLibraries(BuildExtension):
     def get_ext_filename(self, ext_name: str) -> str:
         return str(Path(*ext_name.split("."))) + library_suffix()
 
+    def build_extensions(self) -> None:
+        if sys.platform == "darwin":
+            for extension in self.extensions:
+                extension.sources.append(embed_metal_kernels(Path(self.build_temp)))
+        super().build_extensions()
+
     def get_export_symbols(self, ext) -> list[str]:
         return []  # MSVC would otherwise be told to export PyInit_<name>
+
+
+def embed_metal_kernels(folder: Path) -> str:
+    """A generated file with the source text of the Metal kernels and, if Xcode is there, with the compiled ones."""
+    sys.path.insert(0, str(ROOT / "csrc" / "common"))
+    import metal_sources
+
+    folder.mkdir(parents=True, exist_ok=True)
+    source, compiled = folder / "deformc.metal", folder / "deformc.metallib"
+    source.write_text(metal_sources.flatten())
+    if not metal_sources.compile_with_xcode(source, compiled):
+        warnings.warn("no Metal compiler (xcrun metal): the kernels will be compiled at their first use", stacklevel=1)
+    embedded = folder / "metal_embedded.cpp"
+    embedded.write_text(metal_sources.as_cpp(source.read_text(), compiled.read_bytes() if compiled.exists() else b""))
+    return str(embedded)
 
 
 class PlatformWheel(bdist_wheel):
@@ -81,11 +105,12 @@ class PlatformWheel(bdist_wheel):
 
 def libraries() -> list[CppExtension]:
     csrc = ROOT / "csrc"
+    sources = [path for path in csrc.glob("*/*.cpp") if sys.platform == "darwin" or not path.stem.endswith("_mps")]
     return [
         CppExtension(
             "deformc.libdeformc",
-            sources=sorted(str(path.relative_to(ROOT)) for path in csrc.glob("*/*.cpp")),
-            depends=sorted(str(path.relative_to(ROOT)) for path in csrc.glob("*/*.h")),
+            sources=sorted(str(path.relative_to(ROOT)) for path in sources),
+            depends=sorted(str(path.relative_to(ROOT)) for path in csrc.glob("*/*.[hm]*")),
             include_dirs=[str(csrc)],
             extra_compile_args={"cxx": compile_args()},
             extra_link_args=link_args(),

@@ -61,6 +61,8 @@ class Checks:
     def data_dtype(self, name: str, tensor: Tensor) -> None:
         if tensor.dtype not in DATA_DTYPES:
             self.fail(f"{name} must be float64, float32, float16 or bfloat16, got {dtype_text(tensor.dtype)}")
+        if tensor.dtype == torch.float64 and tensor.device.type == "mps":
+            self.fail(f"{name} must be float32, float16 or bfloat16 on mps, got float64")
 
     def same_dtype(self, name: str, tensor: Tensor | None, data_name: str, data: Tensor) -> None:
         if tensor is not None and tensor.dtype != data.dtype:

@@ -112,4 +112,48 @@ DEFORMC_INLINE SampleGradients<A> sample_gradients(CornerSums<A> sums, A fractio
   return gradients;
 }
 
+// ---- one sample at a time, as the kernels of GPUs work --------------------------------------------------------------------------------
+
+// A position of exactly -1 on either axis has corners but does not count, see sample_counts.
+template <typename A>
+struct Sample {
+  int32_t y, x;  // cell
+  A fraction_y, fraction_x;
+  int32_t corners;  // CornerBits of those in the image
+  bool counts;      // has a value, and a share in the gradient of the image
+  bool nan;         // a coordinate is not a number; then no corner is in the image, and the fractions are not numbers
+};
+
+// The sample at (base_y + dy, base_x + dx).
+template <typename A>
+DEFORMC_INLINE Sample<A> locate_sample(int32_t base_y, int32_t base_x, A dy, A dx, int32_t height, int32_t width) {
+  const A floor_y = floor(dy), floor_x = floor(dx);
+  Sample<A> s;
+  s.nan = is_nan(dy) | is_nan(dx);
+  s.y = base_y + cell_of(floor_y);
+  s.x = base_x + cell_of(floor_x);
+  s.fraction_y = s.nan ? dy + dx : fraction_of(dy, floor_y);
+  s.fraction_x = s.nan ? dy + dx : fraction_of(dx, floor_x);
+  s.corners = s.nan ? 0 : corners_in_image(s.y, s.x, height, width);
+  s.counts = !s.nan & (s.corners != 0) & sample_counts(s.y, s.x, s.fraction_y, s.fraction_x);
+  return s;
+}
+
+// The corners from which the value comes, and to which the gradient of the image goes.
+template <typename A>
+DEFORMC_INLINE int32_t value_corners(Sample<A> s) {
+  return s.counts ? s.corners : 0;
+}
+
+// Where no corner is in the image they are 0, even if the factor is infinite.
+template <typename A>
+DEFORMC_INLINE SampleGradients<A> gradients_of(Sample<A> s, CornerSums<A> sums, A factor) {
+  SampleGradients<A> gradients = sample_gradients(sums, s.fraction_y, s.fraction_x, factor);
+  const A otherwise = s.nan ? s.fraction_y : static_cast<A>(0);
+  gradients.y = s.corners != 0 ? gradients.y : otherwise;
+  gradients.x = s.corners != 0 ? gradients.x : otherwise;
+  gradients.factor = s.counts ? gradients.factor : otherwise;
+  return gradients;
+}
+
 }  // namespace deformc

@@ -137,6 +137,8 @@ inline void check_data_dtype(const char* op, const char* name, const Tensor& ten
   const ScalarType dtype = tensor.scalar_type();
   check(dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, op, name,
         " must be float64, float32, float16 or bfloat16, got ", DtypeText{dtype});
+  check(dtype != ScalarType::Double || device_type(tensor) != aoti_torch_device_type_mps(), op, name,
+        " must be float32, float16 or bfloat16 on mps, got float64");
 }
 
 inline void check_same_dtype(const char* op, const char* name, const Tensor& tensor, const char* data_name, const Tensor& data) {

@@ -5,12 +5,16 @@
 #include <metal_stdlib>
 using namespace metal;
 #define DEFORMC_INLINE inline
+#define DEFORMC_NAN NAN
 #elif defined(__CUDACC__)
+#include <math.h>
 #include <stdint.h>
+#define DEFORMC_NAN NAN
 #define DEFORMC_INLINE __host__ __device__ __forceinline__
 #else
 #include <math.h>
 #include <stdint.h>
+#define DEFORMC_NAN NAN
 #if defined(_MSC_VER)
 #define DEFORMC_INLINE __forceinline
 #else
