@@ -237,9 +237,15 @@ inline bool is_channels_last(const Tensor& tensor) {
   return true;
 }
 
-inline Tensor empty_like_layout(const Tensor& like, const std::array<int64_t, 4>& sizes, bool channels_last) {
+// A gradient that was summed in a wider type, in the type of its tensor.
+inline Tensor narrowed(const Tensor& sums, const Tensor& like) {
+  return sums.scalar_type() == like.scalar_type() ? sums : torch::stable::to(sums, like.scalar_type());
+}
+
+inline Tensor empty_like_layout(const Tensor& like, const std::array<int64_t, 4>& sizes, bool channels_last,
+                                std::optional<ScalarType> dtype = std::nullopt) {
   const auto format = channels_last ? torch::headeronly::MemoryFormat::ChannelsLast : torch::headeronly::MemoryFormat::Contiguous;
-  return torch::stable::empty({sizes.data(), sizes.size()}, like.scalar_type(), std::nullopt, like.device(), std::nullopt, format);
+  return torch::stable::empty({sizes.data(), sizes.size()}, dtype.value_or(like.scalar_type()), std::nullopt, like.device(), std::nullopt, format);
 }
 
 // Pointer and strides of a tensor of rank R; a 4-dimensional one is indexed as [n][c][y][x] by its kernels.

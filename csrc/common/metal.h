@@ -12,15 +12,17 @@
 
 namespace deformc::metal {
 
-// Plain data handed over by value, at most 4 KiB. It is copied when the launch is encoded.
-struct Bytes {
-  const void* data;
-  size_t size;
-};
+// Plain data handed over by value, at most 4 KiB.
+using Bytes = std::string;
+template <typename T>
+Bytes bytes_of(const T* values, size_t count) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  return {reinterpret_cast<const char*>(values), count * sizeof(T)};
+}
 template <typename T>
 Bytes bytes_of(const T& value) {
-  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 4096);
-  return {&value, sizeof(T)};
+  static_assert(sizeof(T) <= 4096);
+  return bytes_of(&value, 1);
 }
 
 // One launch of a kernel. Arguments are bound to buffers 0, 1, 2, ... A tensor is bound at its first element.

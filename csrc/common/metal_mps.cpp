@@ -76,8 +76,8 @@ void encode(const Launch& launch, AOTIMetalKernelFunctionHandle function, SetByt
     if (const Tensor* const tensor = std::get_if<Tensor>(&launch.arguments[i])) {
       STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_mps_set_arg_tensor(function, i, tensor->get()));
     } else {
-      const Bytes bytes = std::get<Bytes>(launch.arguments[i]);
-      STABLE_TORCH_ERROR_CODE_CHECK(set_bytes(function, i, bytes.data, bytes.size));
+      const Bytes& bytes = std::get<Bytes>(launch.arguments[i]);
+      STABLE_TORCH_ERROR_CODE_CHECK(set_bytes(function, i, bytes.data(), bytes.size()));
     }
   }
   const uint64_t threads[3] = {static_cast<uint64_t>(launch.groups[0] * launch.threads), static_cast<uint64_t>(launch.groups[1]),

@@ -303,9 +303,7 @@ Gradients deform_conv2d_backward_cpu(const Tensor& grad_output, const Tensor& in
   const char* const op = "deform_conv2d_backward";
   const DeformConv2dParams p = check_arguments(op, input, offset, weight, std::nullopt, mask,
                                                {stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w});
-  check_same_dtype(op, "grad_output", grad_output, "input", input);
-  check_same_device(op, "grad_output", grad_output, "input", input);
-  check_shape<4>(op, "grad_output", grad_output, "[N, O, Ho, Wo]", {p.batch, p.out_channels, p.out_h, p.out_w});
+  check_grad_output(op, p, input, grad_output);
   const Needs needs{need_input, need_offset, need_weight, need_bias, need_mask && mask};
 
   const Coordinates coordinates = widen_coordinates(offset, mask);
@@ -316,11 +314,7 @@ Gradients deform_conv2d_backward_cpu(const Tensor& grad_output, const Tensor& in
   Tensor grad_weight = needs.weight ? torch::stable::new_empty(weight, weight.sizes()) : absent(weight);
   Tensor grad_offset = needs.offset ? torch::stable::new_zeros(offset, offset.sizes(), accumulate) : absent(offset);
   Tensor grad_mask = needs.mask ? torch::stable::new_zeros(*mask, mask->sizes(), accumulate) : absent(mask ? *mask : input);
-  Tensor grad_bias = absent(input);
-  if (needs.bias) {
-    const std::array<int64_t, 3> all_but_channels{0, 2, 3};
-    grad_bias = torch::stable::sum(grad_output, torch::headeronly::IntHeaderOnlyArrayRef{all_but_channels.data(), 3});
-  }
+  const Tensor grad_bias = needs.bias ? sum_of_channels(grad_output) : absent(input);
   if (grad_output.numel() == 0) {
     torch::stable::zero_(grad_input);
     torch::stable::zero_(grad_weight);
@@ -345,9 +339,7 @@ Gradients deform_conv2d_backward_cpu(const Tensor& grad_output, const Tensor& in
     });
   }
   // Offset and mask may be narrower than what their gradients were summed in.
-  if (needs.offset) grad_offset = torch::stable::to(grad_offset, offset.scalar_type());
-  if (needs.mask) grad_mask = torch::stable::to(grad_mask, mask->scalar_type());
-  return {grad_input, grad_offset, grad_weight, grad_bias, grad_mask};
+  return {grad_input, narrowed(grad_offset, offset), grad_weight, grad_bias, narrowed(grad_mask, mask ? *mask : input)};
 }
 
 }  // namespace

@@ -88,4 +88,16 @@ inline DeformConv2dParams check_arguments(const char* op, const Tensor& input, c
   return p;
 }
 
+inline void check_grad_output(const char* op, const DeformConv2dParams& p, const Tensor& input, const Tensor& grad_output) {
+  check_same_dtype(op, "grad_output", grad_output, "input", input);
+  check_same_device(op, "grad_output", grad_output, "input", input);
+  check_shape<4>(op, "grad_output", grad_output, "[N, O, Ho, Wo]", {p.batch, p.out_channels, p.out_h, p.out_w});
+}
+
+// The gradient of the bias.
+inline Tensor sum_of_channels(const Tensor& grad_output) {
+  const std::array<int64_t, 3> all_but_channels{0, 2, 3};
+  return torch::stable::sum(grad_output, torch::headeronly::IntHeaderOnlyArrayRef{all_but_channels.data(), 3});
+}
+
 }  // namespace deformc

@@ -9,6 +9,7 @@
 using namespace metal;
 
 namespace deformc {
+namespace ms_deform_attn {
 
 // What all kernels read.
 template <typename V, typename C>
@@ -212,4 +213,5 @@ DEFORMC_ATTN_KERNELS(half, float)
 DEFORMC_ATTN_KERNELS(bfloat, bfloat)
 DEFORMC_ATTN_KERNELS(bfloat, float)
 
+}  // namespace ms_deform_attn
 }  // namespace deformc

@@ -156,8 +156,7 @@ Gradients backpropagate(const MsDeformAttnArguments& a, const MsDeformAttnParams
           .run();
     });
   }
-  return {grad_value, torch::stable::to(grad_locations, a.sampling_locations.scalar_type()),
-          torch::stable::to(grad_weights, a.attention_weights.scalar_type())};
+  return {grad_value, narrowed(grad_locations, a.sampling_locations), narrowed(grad_weights, a.attention_weights)};
 }
 
 Gradients ms_deform_attn_backward_cpu(const Tensor& grad_output, const Tensor& value, const Sizes& spatial_shapes,

@@ -57,7 +57,7 @@ struct MetalAttention {
 
   metal::Launch launch(std::string kernel, const std::vector<Tensor>& others, std::array<int64_t, 3> groups, int64_t threads) const {
     metal::Launch launch{std::move(kernel), {a.value, points.positions, *points.factors}, groups, threads};
-    launch.arguments.push_back(metal::Bytes{levels.data(), levels.size() * sizeof(AttnLevel)});
+    launch.arguments.push_back(metal::bytes_of(levels.data(), levels.size()));
     launch.arguments.insert(launch.arguments.end(), {shapes, starts});
     launch.arguments.insert(launch.arguments.end(), others.begin(), others.end());
     launch.arguments.push_back(metal::bytes_of(d));
@@ -109,8 +109,7 @@ Gradients backpropagate(MetalAttention&& call, const Tensor& grad_output, const 
                                      {metal::ceil_div(p.pixels, BAND_PIXELS), p.heads, p.batch}, 32));
     metal::run(a.op, launches);
   }
-  return {torch::stable::to(grad_value, a.value.scalar_type()), torch::stable::to(grad_locations, a.sampling_locations.scalar_type()),
-          torch::stable::to(grad_weights, a.attention_weights.scalar_type())};
+  return {narrowed(grad_value, a.value), narrowed(grad_locations, a.sampling_locations), narrowed(grad_weights, a.attention_weights)};
 }
 
 Tensor ms_deform_attn_mps(const Tensor& value, const Sizes& spatial_shapes, const Tensor& sampling_locations, const Tensor& attention_weights,
