@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from specs import SPECS, Arguments, Dtypes, OpSpec, Sample
 from torch import Tensor
 
-DEVICES = ("cpu",)
+# Simulated devices are tested in processes of their own, see conftest.py.
+DEVICES = tuple(os.environ.get("DEFORMC_TEST_DEVICES", "cpu").split(","))
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -27,6 +29,7 @@ def assert_close(actual: Tensor, expected: Tensor, name: str = "result", factor:
     """``actual`` is ``expected``, which may be wider, up to the rounding of the dtype of ``actual``."""
     info = torch.finfo(actual.dtype)
     epsilon = factor * TOLERANCE[actual.dtype] * info.eps
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
     finite = expected[expected.isfinite()].abs()
     largest = finite.max().item() if finite.numel() else 0.0
     torch.testing.assert_close(
@@ -69,7 +72,13 @@ def float32_only(spec: OpSpec, device: str, *, mixed: bool) -> Iterator[Dtypes]:
 
 
 def float64_only(spec: OpSpec, device: str, *, mixed: bool) -> Iterator[Dtypes]:
-    yield FLOAT64
+    """Nothing, on a device without it."""
+    if torch.float64 in spec.dtypes[torch.device(device).type]:
+        yield FLOAT64
+
+
+def widest_only(spec: OpSpec, device: str, *, mixed: bool) -> Iterator[Dtypes]:
+    yield FLOAT64 if torch.float64 in spec.dtypes[torch.device(device).type] else FLOAT32
 
 
 def every_dtype_of_core(spec: OpSpec, device: str, *, mixed: bool) -> Iterable[Dtypes]:
@@ -111,11 +120,14 @@ def subsets(names: Iterable[str]) -> Iterator[frozenset[str]]:
 
 
 def widened(arguments: Arguments) -> Arguments:
-    """The same values in float64, in no particular layout."""
-    return {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
-    }
+    """The same values in float64 on the CPU, in no particular layout: what the reference computes with."""
+
+    def wide(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        return value.cpu().double() if value.is_floating_point() else value.cpu()
+
+    return {name: wide(value) for name, value in arguments.items()}
 
 
 def with_grad(arguments: Arguments, wanted: Iterable[str]) -> Arguments:
@@ -136,7 +148,7 @@ def gradients(
     output = function(**arguments)
     if grad_output is None:
         grad_output = torch.ones_like(output)
-    results = torch.autograd.grad(output, [arguments[name] for name in wanted], grad_output.to(output.dtype))
+    results = torch.autograd.grad(output, [arguments[name] for name in wanted], grad_output.to(output))
     return output.detach(), dict(zip(wanted, results, strict=True))
 
 

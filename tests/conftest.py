@@ -1,5 +1,11 @@
+"""DEFORMC_TEST_DEVICES names the devices that the tests run on, "cpu" by default. DEFORMC_SIMULATE=mps simulates one."""
+
 import pytest
 import torch
+from sim import build
+
+# Before anything asks torch for the device, and before deformc looks for its kernels.
+build.simulate_as_asked()
 
 
 @pytest.fixture(autouse=True)

@@ -91,6 +91,7 @@ def call(spec, error, arguments):
 
 def expected_text(error, device, other):
     # Not str.format: a text may have braces of its own.
+    device, other = (f"{name}:0" if name in ("cuda", "mps") else name for name in (device, other))
     return error.message.replace("{device}", device).replace("{other}", other)
 
 

@@ -35,7 +35,7 @@ def test_gradients(device, spec, sample, dtypes):
 def test_each_combination_of_gradients(device, spec, sample, dtypes):
     arguments = sample.make(device, dtypes, 0)
     grad_output = random_like(spec.function(**arguments))
-    _, expected = gradients(spec.reference, arguments, tensors_of(spec, arguments), grad_output)
+    _, expected = gradients(spec.reference, widened(arguments), tensors_of(spec, arguments), grad_output)
     for wanted in subsets(tensors_of(spec, arguments)):
         inputs = with_grad(arguments, wanted)
         output = spec.function(**inputs)
@@ -53,7 +53,7 @@ def test_each_combination_of_gradients(device, spec, sample, dtypes):
 def test_backward_op_computes_what_it_is_asked_for(device, spec, sample, dtypes):
     arguments = sample.make(device, dtypes, 0)
     grad_output = random_like(spec.function(**arguments))
-    _, expected = gradients(spec.reference, arguments, tensors_of(spec, arguments), grad_output)
+    _, expected = gradients(spec.reference, widened(arguments), tensors_of(spec, arguments), grad_output)
     for needs in subsets(tensors_of(spec, arguments)):
         results = spec.backward_op(*spec.backward_arguments(arguments, grad_output, needs))
         for name, result in zip(spec.differentiable, results, strict=True):

@@ -1,16 +1,16 @@
-"""torch.library.opcheck, all of it: schema, autograd registration, fakes, AOTDispatch with fixed and dynamic sizes."""
+"""opcheck, all of it: schema, autograd registration, fakes, AOTDispatch with fixed and dynamic sizes."""
 
-import torch
 from common import every_dtype_of_core, float32_only, parametrize_samples, random_like, subsets, tensors_of, with_grad
 
+from deformc.testing import ALL_TEST_UTILS
+from deformc.testing import opcheck as check
+
+# The rest compares compiled with eager results by a rule to which NaN equals nothing: test_compile.py does it for those.
 REGISTRATION = ("test_schema", "test_autograd_registration", "test_faketensor")
-# They compare compiled with eager results by a rule to which NaN equals nothing: test_compile.py does it for those.
-AOT_DISPATCH = ("test_aot_dispatch_static", "test_aot_dispatch_dynamic")
 
 
 def opcheck(sample, op, arguments):
-    utils = REGISTRATION if "nan_result" in sample.tags else REGISTRATION + AOT_DISPATCH
-    torch.library.opcheck(op, arguments, test_utils=utils)
+    check(op, arguments, test_utils=REGISTRATION if "nan_result" in sample.tags else ALL_TEST_UTILS)
 
 
 def op_level(sample):

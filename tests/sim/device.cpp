@@ -113,7 +113,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool) {
   return to;
 }
 Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
-  to.resize_(self.sizes());
+  if (to.sizes() != self.sizes()) to.resize_(self.sizes());  // keeps the strides otherwise
   return copy_from(self, to, false);
 }
 Tensor& copy_(Tensor& self, const Tensor& from, bool) {

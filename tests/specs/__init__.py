@@ -26,6 +26,11 @@ class Dtypes(NamedTuple):
         return names[0] if len(set(names)) == 1 else "-".join(names)
 
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# By device type. Metal has no float64.
+DTYPES_OF_DEVICES = {"cpu": DTYPES, "mps": DTYPES[1:]}
+
+
 @dataclass(frozen=True)
 class Sample:
     """Inputs of one call. ``make(device, dtypes, seed)`` draws them, the same on every device."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import deformc
 import deformc.reference
-from specs import Arguments, Dtypes, ErrorSample, OpSpec, Sample
+from specs import DTYPES_OF_DEVICES, Arguments, Dtypes, ErrorSample, OpSpec, Sample
 from specs.layouts import LAYOUTS, channels_last
 
 INF, NAN = math.inf, math.nan
@@ -578,14 +578,13 @@ def _errors() -> tuple[ErrorSample, ...]:
     return tuple(errors)
 
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 SPEC = OpSpec(
     name="deform_conv2d",
     function=deformc.deform_conv2d,
     reference=deformc.reference.deform_conv2d,
     differentiable=TENSORS,
-    dtypes={"cpu": DTYPES},
+    dtypes=DTYPES_OF_DEVICES,
     op_arguments=op_arguments,
     backward_arguments=backward_arguments,
     samples=_samples(),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import deformc
 import deformc.reference
-from specs import Arguments, Dtypes, ErrorSample, OpSpec, Sample
+from specs import DTYPES_OF_DEVICES, Arguments, Dtypes, ErrorSample, OpSpec, Sample
 from specs.layouts import LAYOUTS
 
 INF, NAN = math.inf, math.nan
@@ -382,14 +382,13 @@ def _errors() -> tuple[ErrorSample, ...]:
     return tuple(errors.collected)
 
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 SPEC = OpSpec(
     name="ms_deform_attn",
     function=deformc.ms_deform_attn,
     reference=deformc.reference.ms_deform_attn,
     differentiable=TENSORS,
-    dtypes={"cpu": DTYPES},
+    dtypes=DTYPES_OF_DEVICES,
     op_arguments=op_arguments,
     backward_arguments=backward_arguments,
     samples=_samples(),
