@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
-from specs import SPECS, Arguments, Dtypes, OpSpec, Sample
+from specs import DTYPES_OF_DEVICES, SPECS, Arguments, Dtypes, OpSpec, Sample
 from torch import Tensor
 
 # Simulated devices are tested in processes of their own, see conftest.py.
+SIMULATED = os.environ.get("DEFORMC_SIMULATE")
 DEVICES = tuple(os.environ.get("DEFORMC_TEST_DEVICES", "cpu").split(","))
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -77,8 +79,22 @@ def float64_only(spec: OpSpec, device: str, *, mixed: bool) -> Iterator[Dtypes]:
         yield FLOAT64
 
 
+def widest(device: str) -> Dtypes:
+    return FLOAT64 if torch.float64 in DTYPES_OF_DEVICES[torch.device(device).type] else FLOAT32
+
+
 def widest_only(spec: OpSpec, device: str, *, mixed: bool) -> Iterator[Dtypes]:
-    yield FLOAT64 if torch.float64 in spec.dtypes[torch.device(device).type] else FLOAT32
+    yield widest(device)
+
+
+@contextlib.contextmanager
+def deterministic(enabled: bool = True) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def every_dtype_of_core(spec: OpSpec, device: str, *, mixed: bool) -> Iterable[Dtypes]:

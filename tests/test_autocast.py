@@ -5,10 +5,12 @@ import itertools
 import pytest
 import torch
 from common import (
+    DEVICES,
     FLOAT32,
     all_dtypes,
     assert_close,
     data_names,
+    deterministic,
     float32_only,
     gradients,
     parametrize_samples,
@@ -23,14 +25,11 @@ import deformc
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def autocast(dtype):
-    return torch.autocast("cpu", dtype=dtype)
-
-
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_disabled_autocast_changes_nothing(dtype):
-    arguments = problem()("cpu", FLOAT32, 0)
-    with autocast(dtype), torch.autocast("cpu", enabled=False):
+def test_disabled_autocast_changes_nothing(device, dtype):
+    arguments = problem()(device, FLOAT32, 0)
+    with torch.autocast(device, dtype=dtype), torch.autocast(device, enabled=False):
         assert deformc.deform_conv2d(**arguments).dtype == torch.float32
 
 
@@ -70,9 +69,11 @@ def test_any_dtypes(device, spec, sample, dtypes, dtype):
         with torch.autocast(device, dtype=dtype):
             return spec.function(**arguments)
 
-    expected, expected_gradients = gradients(narrow, arguments, wanted)
+    with deterministic():
+        expected, expected_gradients = gradients(narrow, arguments, wanted)
     for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-        actual, actual_gradients = gradients(call, arguments, wanted)
+        with deterministic():
+            actual, actual_gradients = gradients(call, arguments, wanted)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
         for name in wanted:
             assert actual_gradients[name].dtype == arguments[name].dtype
@@ -206,7 +207,7 @@ class AutocastInside(torch.nn.Module):
         self.network, self.dtype = network, dtype
 
     def forward(self, input):
-        with autocast(self.dtype):
+        with torch.autocast(input.device.type, dtype=self.dtype):
             return self.network(input)
 
 
@@ -214,11 +215,12 @@ class AutocastInside(torch.nn.Module):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", ["eager", "inside", "outside", "export"])
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-def test_network(how, dtype, train):
+@pytest.mark.parametrize("device", DEVICES)
+def test_network(device, how, dtype, train):
     if how == "export" and train:
         return
-    network, input = Network(), torch.randn(2, 3, 9, 11)
-    with autocast(dtype):
+    network, input = Network().to(device), torch.randn(2, 3, 9, 11, device=device)
+    with torch.autocast(device, dtype=dtype):
         expected = network(input)
     assert expected.dtype == dtype
 
@@ -230,7 +232,7 @@ def test_network(how, dtype, train):
         compiled = torch.compile(network, fullgraph=True, backend="aot_eager") if how == "outside" else network
 
         def function(input):
-            with autocast(dtype):
+            with torch.autocast(device, dtype=dtype):
                 return compiled(input)
 
     with torch.set_grad_enabled(train):

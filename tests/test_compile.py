@@ -7,6 +7,7 @@ import torch
 from common import (
     DEVICES,
     FLOAT32,
+    SIMULATED,
     assert_close,
     assert_same_layout,
     gradients,
@@ -91,6 +92,7 @@ class ChannelsLastBlock(torch.nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(bool(SIMULATED), reason="Inductor's own kernels need the device's compiler")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_block_in_inductor(device, memory_format):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from common import DEVICES, FLOAT32, FLOAT64, assert_close, gradients, random_like, with_grad
+from common import DEVICES, FLOAT32, assert_close, deterministic, gradients, random_like, widest, with_grad
 from specs.deform_conv2d import TENSORS, integers, problem
 
 import deformc
@@ -36,15 +36,15 @@ def without_offsets(arguments, *, ones):
 @pytest.mark.parametrize("ones", [True, False], ids=["mask_of_ones", "no_mask"])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_without_offsets_it_is_conv2d(device, name, ones):
-    arguments = without_offsets(problem(**WINDOWS[name])(device, FLOAT64, 0), ones=ones)
+    arguments = without_offsets(problem(**WINDOWS[name])(device, widest(device), 0), ones=ones)
     wanted = ("input", "weight", "bias")
     output, actual = gradients(deformc.deform_conv2d, arguments, wanted)
     leaves = with_grad(arguments, wanted)
     expected = conv2d(leaves)
-    torch.testing.assert_close(output, expected.detach(), rtol=1e-12, atol=1e-12)
+    assert_close(output, expected)
     expected.sum().backward()
     for argument in wanted:
-        torch.testing.assert_close(actual[argument], leaves[argument].grad, rtol=1e-12, atol=1e-12)
+        assert_close(actual[argument], leaves[argument].grad, argument)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -54,22 +54,23 @@ def test_without_offsets_it_is_conv2d(device, name, ones):
 @pytest.mark.filterwarnings("ignore:Using padding='same'")  # conv2d says that it copies its input
 def test_named_padding_is_that_of_conv2d(device, padding, dilation, kernel):
     make = problem(kernel=kernel, dilation=dilation, padding=0, size=(10, 11), mask=False)
-    arguments = make(device, FLOAT64, 0) | {"padding": padding}
+    arguments = make(device, widest(device), 0) | {"padding": padding}
     expected = conv2d(arguments)
     points = arguments["offset"].size(1)
     arguments["offset"] = arguments["offset"].new_zeros(2, points, *expected.shape[2:])
-    torch.testing.assert_close(deformc.deform_conv2d(**arguments), expected, rtol=1e-12, atol=1e-12)
+    assert_close(deformc.deform_conv2d(**arguments), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_integer_offsets_move_pixels(device):
     """One tap moved by (dy, dx) reads the pixel there: the image shifted, and zeros where it has no pixel."""
-    input = torch.arange(1.0, 31.0, dtype=torch.float64, device=device).reshape(1, 1, 5, 6)
+    dtype = widest(device).data
+    input = torch.arange(1.0, 31.0, dtype=dtype, device=device).reshape(1, 1, 5, 6)
     padded = torch.nn.functional.pad(input, (9, 9, 9, 9))
-    weight = torch.ones(1, 1, 1, 1, dtype=torch.float64, device=device)
+    weight = torch.ones(1, 1, 1, 1, dtype=dtype, device=device)
     for dy in range(-7, 8):
         for dx in range(-7, 8):
-            offset = torch.tensor([dy, dx], dtype=torch.float64, device=device)[None, :, None, None].expand(1, 2, 5, 6)
+            offset = torch.tensor([dy, dx], dtype=dtype, device=device)[None, :, None, None].expand(1, 2, 5, 6)
             shifted = padded[:, :, 9 + dy : 14 + dy, 9 + dx : 15 + dx]
             assert torch.equal(deformc.deform_conv2d(input, offset, weight), shifted), (dy, dx)
 
@@ -96,9 +97,9 @@ def test_narrow_offsets_in_a_wide_image(device, dtype):
     output = deformc.deform_conv2d(
         input, offset.to(dtype).to(device), torch.ones(1, 1, 1, 1, dtype=dtype, device=device)
     )
-    left, right = input.double(), torch.nn.functional.pad(input.double(), (0, 1))[..., 1:]
-    expected = torch.lerp(left, right, offset[:, 1:].double().to(device))
-    assert torch.equal(output, expected.to(dtype))
+    left = input.cpu().double()
+    expected = torch.lerp(left, torch.nn.functional.pad(left, (0, 1))[..., 1:], offset[:, 1:].double())
+    assert torch.equal(output.cpu(), expected.to(dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -122,7 +123,8 @@ def test_repeated_runs_are_bitwise_equal(device):
     arguments = make(device, FLOAT32, 0)
     arguments["offset"] = arguments["offset"] * 0.1 - arguments["offset"].new_tensor([9.0])
     grad_output = random_like(deformc.deform_conv2d(**arguments))
-    runs = [gradients(deformc.deform_conv2d, arguments, TENSORS, grad_output) for _ in range(10)]
+    with deterministic():
+        runs = [gradients(deformc.deform_conv2d, arguments, TENSORS, grad_output) for _ in range(10)]
     for output, actual in runs[1:]:
         assert torch.equal(output, runs[0][0])
         for name in TENSORS:
