@@ -31,10 +31,10 @@ def opcheck(
 ) -> dict[str, str]:
     """:func:`torch.library.opcheck`, for tensors of any device.
 
-    torch's ``test_autograd_registration`` knows CPU, CUDA and XPU tensors and raises ``NotImplementedError`` for others,
-    such as those of Apple GPUs. For them the same property is asserted here: the operator has a kernel for the device's
-    autograd key, its results require a gradient if an argument does, and the backward pass gives each argument a
-    gradient of its shape, dtype and device.
+    torch's ``test_autograd_registration`` knows CPU, CUDA and XPU tensors and raises ``NotImplementedError`` for
+    others, such as those of Apple GPUs. For them the same property is asserted here: the operator has a kernel for the
+    device's autograd key, its results require a gradient if an argument does, and the backward pass gives each
+    argument a gradient of its shape, dtype and device.
 
     Args:
         op: the overload, such as ``torch.ops.deformc.deform_conv2d.default``.
@@ -67,7 +67,8 @@ def _check_autograd_registration(op: torch._ops.OpOverload, args: Sequence[Any],
     name = op.name()
     key = f"Autograd{device.upper()}"
     has_kernel = any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(name, one) for one in (key, "Autograd", "CompositeImplicitAutograd")
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, one)
+        for one in (key, "Autograd", "CompositeImplicitAutograd")
     )
     inputs = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
     given = {id(tensor) for tensor in inputs}
@@ -92,6 +93,6 @@ def _check_autograd_registration(op: torch._ops.OpOverload, args: Sequence[Any],
     for tensor, gradient in zip(wanted, gradients, strict=True):
         if gradient is not None:
             assert (gradient.device, gradient.dtype, gradient.shape) == (tensor.device, tensor.dtype, tensor.shape), (
-                f"{name}: a gradient of shape {list(gradient.shape)}, {gradient.dtype}, {gradient.device} for an argument "
-                f"of shape {list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
+                f"{name}: a gradient of shape {list(gradient.shape)}, {gradient.dtype}, {gradient.device} for an "
+                f"argument of shape {list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
             )

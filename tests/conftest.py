@@ -1,4 +1,4 @@
-"""DEFORMC_TEST_DEVICES names the devices that the tests run on, "cpu" by default. DEFORMC_SIMULATE=mps simulates one."""
+"""DEFORMC_TEST_DEVICES names the devices to test, "cpu" if it is not set. DEFORMC_SIMULATE=mps simulates one."""
 
 import pytest
 import torch

@@ -5,7 +5,7 @@ from common import every_dtype_of_core, float32_only, parametrize_samples, rando
 from deformc.testing import ALL_TEST_UTILS
 from deformc.testing import opcheck as check
 
-# The rest compares compiled with eager results by a rule to which NaN equals nothing: test_compile.py does it for those.
+# The rest compares compiled with eager results by a rule to which NaN equals nothing: test_compile.py does it for them.
 REGISTRATION = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 

@@ -2,14 +2,14 @@
 
 import math
 
+import pytest
 import torch
-from common import assert_close, gradients, random_like, tensors_of, widened
-from hypothesis import HealthCheck, given, settings
+from common import DEVICES, assert_close, gradients, random_like, tensors_of, widened
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from specs import Dtypes
+from specs import DTYPES, Dtypes
 from specs.deform_conv2d import LAYOUTS, SPEC, TENSORS, channels_last, pair, problem
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SPECIAL = (math.nan, math.inf, -math.inf, 1e30, -1e30, 3e9, -3e9, 2.0**31, -(2.0**31), 1e-30, -1e-30, 0.0, 1.0, -1.0)
 
 
@@ -62,12 +62,16 @@ def calls(draw):
         offsets=offsets,
         layouts=layouts,
     )
-    return make("cpu", Dtypes(data, coordinates, factors), draw(st.integers(0, 2**16)))
+    return make, Dtypes(data, coordinates, factors), draw(st.integers(0, 2**16))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls())
-def test_forward_and_gradients(arguments):
+def test_forward_and_gradients(device, call):
+    make, dtypes, seed = call
+    assume(dtypes.data in SPEC.dtypes[torch.device(device).type])
+    arguments = make(device, dtypes, seed)
     output = SPEC.function(**arguments)
     grad_output = random_like(output)
     wanted = tensors_of(SPEC, arguments)

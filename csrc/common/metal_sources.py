@@ -29,7 +29,7 @@ def flatten(csrc: Path = CSRC) -> str:
 
 
 def as_cpp(source: str, compiled: bytes = b"") -> str:
-    """The definitions that common/metal_mps.cpp declares. ``compiled``: what Xcode's compiler made of the source, if it did."""
+    """The definitions that common/metal_mps.cpp declares. ``compiled``: what Xcode's compiler made of the source."""
     # Compilers limit the length of one literal; neighbours are joined.
     pieces = [source[i : i + 8000] for i in range(0, len(source), 8000)]
     literals = "\n".join(f'R"deformc({piece})deformc"' for piece in pieces)
@@ -48,7 +48,7 @@ const std::size_t COMPILED_BYTES = {len(compiled)};
 
 
 def compile_with_xcode(source: Path, compiled: Path) -> bool:
-    """Compile the text to a library, for macOS 14 and later, whose Metal 3.1 has bfloat; False if there is no compiler."""
+    """Compile to a library for macOS 14 and later, whose Metal 3.1 has bfloat; False if there is no compiler."""
     compiled.unlink(missing_ok=True)
     metal = ["xcrun", "-sdk", "macosx", "metal", "-std=metal3.1", "-mmacosx-version-min=14.0", "-fno-fast-math"]
     try:

@@ -1,5 +1,5 @@
-"""Builds and loads the simulated devices: this torch's processes then have a device "mps" on which the library's own Metal
-host code and kernels run, compiled for the host.
+"""Builds and loads the simulated devices: this process then has a device "mps" on which the library's own Metal host
+code and kernels run, compiled for the host.
 
 ``simulate("mps")`` has to come before anything asks torch whether the device is there, and before deformc is imported.
 """
@@ -43,10 +43,17 @@ def reason_not_to() -> str | None:
 
 
 def simulate(device: str, edits: Mapping[str, tuple[str, str]] | None = None, compiled: bytes = b"") -> None:
-    """``edits``: for a file in csrc, a text that it has once and what to put there instead. ``compiled``: stands for what
-    Xcode's compiler would have made of the kernels."""
+    """``edits``: for a file in csrc, a text that it has once and what to put there instead. ``compiled``: stands for
+    what Xcode's compiler would have made of the kernels."""
     assert device == "mps"
     _load("sim_device", [SIM / "device.cpp", SIM / "fibers.cpp", SIM / "metal" / "runtime.cpp"])
+
+    def moved(storage: torch.UntypedStorage, non_blocking: bool = False) -> torch.UntypedStorage:
+        to = torch.empty(storage.size(), dtype=torch.uint8, device=device).untyped_storage()
+        return to.copy_(storage, non_blocking)
+
+    # torch.load calls it, and torch's own makes storages of the devices that torch was built for.
+    setattr(torch.UntypedStorage, device, moved)
     _load("sim_kernels", _generated(dict(edits or {}), compiled))
 
 

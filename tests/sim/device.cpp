@@ -155,6 +155,10 @@ Tensor& set_(Tensor& self, at::Storage source, int64_t offset, IntArrayRef size,
   self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
   return self;
 }
+Tensor& set_all(Tensor& self, at::Storage source) {
+  const int64_t count = static_cast<int64_t>(source.nbytes() / self.itemsize());
+  return sim::set_(self, std::move(source), 0, {count}, {1});
+}
 Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias, IntArrayRef stride, IntArrayRef padding,
                    IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
   const optional<Tensor> host_bias = bias && bias->defined() ? optional<Tensor>(as_cpu(*bias)) : std::nullopt;
@@ -220,6 +224,7 @@ TORCH_LIBRARY_IMPL(aten, SIM_DEVICE, m) {
   m.impl("_reshape_alias", sim::reshape_alias);
   m.impl("unfold", sim::unfold);
   m.impl("resize_", sim::resize_);
+  m.impl("set_.source_Storage", sim::set_all);
   m.impl("set_.source_Storage_storage_offset", sim::set_);
   m.impl("convolution_overrideable", sim::convolution);
   m.impl("convolution_backward_overrideable", sim::convolution_backward);

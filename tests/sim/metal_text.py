@@ -132,7 +132,7 @@ def refused(source: str) -> list[str]:
 
 
 def for_host(source: str) -> str:
-    """C++ for g++ with tests/sim/metal before it: memory of a threadgroup becomes static and is filled before each group."""
+    """C++ for g++, after tests/sim/metal: a threadgroup's memory becomes static and is filled before each group."""
     lines = []
     for number, line in enumerate(source.split("\n"), 1):
         declared = re.match(r"^(\s+)threadgroup\s+([\w:<>, ]+?)\s+(\w+)((?:\[[^\]]+\])+);(.*)$", line)

@@ -578,7 +578,6 @@ def _errors() -> tuple[ErrorSample, ...]:
     return tuple(errors)
 
 
-
 SPEC = OpSpec(
     name="deform_conv2d",
     function=deformc.deform_conv2d,

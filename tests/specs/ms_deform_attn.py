@@ -382,7 +382,6 @@ def _errors() -> tuple[ErrorSample, ...]:
     return tuple(errors.collected)
 
 
-
 SPEC = OpSpec(
     name="ms_deform_attn",
     function=deformc.ms_deform_attn,

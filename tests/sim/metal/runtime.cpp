@@ -4,6 +4,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim_mps.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 
+#include <bit>
 #include <map>
 #include <memory>
 #include <string>
@@ -45,6 +46,9 @@ struct Library {
   std::map<std::string, std::unique_ptr<Function>> functions;
 };
 
+// Whether a number has an odd number of ones.
+bool is_odd(int64_t number) { return std::popcount(static_cast<uint64_t>(number)) % 2 == 1; }
+
 int in_block = 0;
 int64_t blocks = 0, launches = 0, compiled_libraries = 0, source_libraries = 0, group_count = 0;
 
@@ -64,16 +68,19 @@ void launch(Function& function, const uint64_t* threads, const uint64_t* group) 
     call.thread = thread;
     kernel(call);
   };
-  for (call.group[2] = 0; call.group[2] < threads[2]; ++call.group[2]) {
-    for (call.group[1] = 0; call.group[1] < threads[1]; ++call.group[1]) {
-      for (call.group[0] = 0; call.group[0] < threads[0] / group[0]; ++call.group[0]) {
-        poison_group_memory();
-        try {
-          run_group(static_cast<uint32_t>(group[0]), group_count++ % 2 == 1, body, &context);
-        } catch (const std::runtime_error& error) {
-          TORCH_CHECK(false, function.name, ": ", error.what());
-        }
-      }
+  // Groups may run in any order: here in that of their positions or in the opposite one, changing from launch to launch without a period. So may
+  // the threads of a group.
+  const uint64_t sizes[3] = {threads[0] / group[0], threads[1], threads[2]}, groups = sizes[0] * sizes[1] * sizes[2];
+  for (uint64_t i = 0; i < groups; ++i) {
+    const uint64_t position = is_odd(launches) ? groups - 1 - i : i;
+    call.group[0] = static_cast<uint32_t>(position % sizes[0]);
+    call.group[1] = static_cast<uint32_t>(position / sizes[0] % sizes[1]);
+    call.group[2] = static_cast<uint32_t>(position / sizes[0] / sizes[1]);
+    poison_group_memory();
+    try {
+      run_group(static_cast<uint32_t>(group[0]), is_odd(group_count++), body, &context);
+    } catch (const std::runtime_error& error) {
+      TORCH_CHECK(false, function.name, ": ", error.what());
     }
   }
   for (const at::Tensor& tensor : function.tensors)
