@@ -34,9 +34,9 @@ SetBytes find_set_bytes(const char* op) {
 // at::native::mps::PrecompiledMetalShaderLibrary(std::vector<uint8_t>), which is what a handle of a shader library may point to.
 AOTIMetalShaderLibraryHandle load_compiled() {
 #if defined(__APPLE__)
-  const char* const constructor = "_ZN2at6native3mps28PrecompiledMetalShaderLibraryC1ENSt3__16vectorIhNS3_9allocatorIhEEEE";
+  const char* const constructor = "_ZN2at6native3mps29PrecompiledMetalShaderLibraryC1ENSt3__16vectorIhNS3_9allocatorIhEEEE";
 #else
-  const char* const constructor = "_ZN2at6native3mps28PrecompiledMetalShaderLibraryC1ESt6vectorIhSaIhEE";
+  const char* const constructor = "_ZN2at6native3mps29PrecompiledMetalShaderLibraryC1ESt6vectorIhSaIhEE";
 #endif
   using Constructor = void (*)(void*, std::vector<uint8_t>);
   const auto construct = reinterpret_cast<Constructor>(dlsym(RTLD_DEFAULT, constructor));
