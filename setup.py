@@ -8,7 +8,6 @@ optimisation.
 
 import os
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -73,27 +72,15 @@ class BuildLibraries(BuildExtension):
 
     def build_extensions(self) -> None:
         if sys.platform == "darwin":
+            sys.path.insert(0, str(ROOT / "csrc" / "common"))
+            import metal_sources
+
             for extension in self.extensions:
-                extension.sources.append(embed_metal_kernels(Path(self.build_temp)))
+                extension.sources.append(metal_sources.embed(Path(self.build_temp)))
         super().build_extensions()
 
     def get_export_symbols(self, ext) -> list[str]:
         return []  # MSVC would otherwise be told to export PyInit_<name>
-
-
-def embed_metal_kernels(folder: Path) -> str:
-    """A generated file with the source text of the Metal kernels and, if Xcode is there, with the compiled ones."""
-    sys.path.insert(0, str(ROOT / "csrc" / "common"))
-    import metal_sources
-
-    folder.mkdir(parents=True, exist_ok=True)
-    source, compiled = folder / "deformc.metal", folder / "deformc.metallib"
-    source.write_text(metal_sources.flatten())
-    if not metal_sources.compile_with_xcode(source, compiled):
-        warnings.warn("no Metal compiler (xcrun metal): the kernels will be compiled at their first use", stacklevel=1)
-    embedded = folder / "metal_embedded.cpp"
-    embedded.write_text(metal_sources.as_cpp(source.read_text(), compiled.read_bytes() if compiled.exists() else b""))
-    return str(embedded)
 
 
 class PlatformWheel(bdist_wheel):

@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument(
         "--rows", metavar="PATTERN", default="*", help="only rows whose 'kind: name' matches, e.g. '*128x128*'"
     )
+    parser.add_argument("--device", default="cpu", help="where the tensors are: cpu (default) or mps")
     parser.add_argument("--list", action="store_true", help="list the rows and stop")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers to this file")
     arguments = parser.parse_args()
@@ -40,7 +41,7 @@ def main() -> int:
         (module, case)
         for module in modules
         if hasattr(module, "cases")
-        for case in module.cases(arguments.quick)
+        for case in module.cases(arguments.quick, arguments.device)
         if fnmatch.fnmatch(str(case), arguments.rows) or arguments.rows in str(case)
     ]
     if arguments.list:

@@ -1,4 +1,4 @@
-"""deform_conv2d on the CPU: against conv2d of the same shape, torchvision and onnxruntime where they are installed."""
+"""deform_conv2d against conv2d of the same shape, and against torchvision and onnxruntime where they are installed."""
 
 import dataclasses
 import functools
@@ -11,12 +11,14 @@ from torch import Tensor
 import deformc
 from benchmarks._common import (
     BFLOAT16,
+    FLOAT16,
     FORWARD,
     OVERHEAD,
     SPEEDUP,
     TRAINING,
     Case,
     expect_close,
+    on_device,
     requires_grad,
 )
 from benchmarks.runner import THREADS, Column
@@ -57,7 +59,7 @@ class Problem:
 AGAINST_CONV2D = f"float32, {THREADS} threads"
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool, device: str = "cpu") -> list[Case]:
     if quick:
         main = [Problem(1, 8, 12, 10), Problem(2, 8, 9, 7, offset_groups=4)]
         variants = [
@@ -78,6 +80,14 @@ def cases(quick: bool) -> list[Case]:
             Problem(1, 64, 128, 128, channels_last=True),
         ]
     directions = (FORWARD, TRAINING)
+    if device != "cpu":
+        kinds = {f"float32, {device}": [*main, *variants], f"{FLOAT16}, {device}": main}
+        return [
+            Case(kind, problem, direction, device=device)
+            for kind, problems in kinds.items()
+            for problem in problems
+            for direction in directions
+        ]
     tiny = Problem(1, 1, 3, 3, padding=0, with_mask=False)
     return [
         *(Case(AGAINST_CONV2D, problem, direction) for direction in directions for problem in main),
@@ -92,13 +102,17 @@ def cases(quick: bool) -> list[Case]:
 
 def run(case: Case) -> list[Column]:
     def column(name: str, function: Callable[..., Tensor], dtype=torch.float32, threads=THREADS) -> Column:
-        return Column(name, timed(function, case, dtype), threads)
+        return Column(name, timed(function, case, dtype), threads, case.device)
 
+    if FLOAT16 in case.kind:
+        return [column("float32", deform_conv2d), column("float16", deform_conv2d, torch.float16)]
     if case.kind == BFLOAT16:
         return [column("float32", deform_conv2d), column("bfloat16", deform_conv2d, torch.bfloat16)]
     if case.kind == SPEEDUP:
         return [column("2 threads", deform_conv2d, threads=2), column("1 thread", deform_conv2d, threads=1)]
     columns = [column("conv2d", conv2d), column("deformc", deform_conv2d)]
+    if case.device != "cpu":
+        return columns
     if torchvision is not None:
         columns.append(column("torchvision", torchvision_deform_conv2d))
     if onnxruntime is not None and case.direction == FORWARD and not case.grad:
@@ -107,9 +121,10 @@ def run(case: Case) -> list[Column]:
 
 
 def verify(case: Case) -> None:
-    dtypes = (torch.float32, torch.bfloat16) if case.kind == BFLOAT16 else (torch.float32,)
-    for dtype in dtypes:
-        expect_close("deformc", outputs(deform_conv2d, case.problem, dtype), expected(case.problem, dtype), dtype)
+    other = {BFLOAT16: [torch.bfloat16], f"{FLOAT16}, {case.device}": [torch.float16]}
+    for dtype in (torch.float32, *other.get(case.kind, ())):
+        actual = outputs(deform_conv2d, case.problem, dtype, device=case.device)
+        expect_close("deformc", actual, expected(case.problem, dtype), dtype)
     if case.kind in (AGAINST_CONV2D, OVERHEAD):
         reference = expected(case.problem, torch.float32)
         if torchvision is not None:
@@ -215,7 +230,7 @@ def make_grad_output(problem: Problem, dtype: torch.dtype) -> Tensor:
 
 def timed(function: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> Callable[[], object]:
     problem = case.problem
-    tensors = make_tensors(problem, dtype)
+    tensors = on_device(make_tensors(problem, dtype), case.device)
     call = functools.partial(function, problem, *tensors.values())
     if case.direction == FORWARD:
         if case.grad:
@@ -224,18 +239,18 @@ def timed(function: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> Ca
     # conv2d has no gradient for offset and mask.
     used = ("input", "weight", "bias") if function is conv2d else tuple(tensors)
     leaves = list(requires_grad({name: tensors[name] for name in used}).values())
-    grad_output = make_grad_output(problem, dtype)
+    grad_output = make_grad_output(problem, dtype).to(case.device)
     return lambda: torch.autograd.grad(call(), leaves, grad_output)
 
 
-def outputs(function, problem: Problem, dtype=torch.float32, compute_dtype=None) -> dict[str, Tensor]:
+def outputs(function, problem: Problem, dtype=torch.float32, compute_dtype=None, device="cpu") -> dict[str, Tensor]:
     """The output and the gradients of all tensors. The tensors' values are rounded to ``dtype``."""
     compute_dtype = compute_dtype or dtype
-    tensors = make_tensors(problem, dtype)
+    tensors = on_device(make_tensors(problem, dtype), device)
     tensors = {name: None if tensor is None else tensor.to(compute_dtype) for name, tensor in tensors.items()}
     leaves = requires_grad(tensors)
     output = function(problem, *tensors.values())
-    grad_output = make_grad_output(problem, dtype).to(compute_dtype)
+    grad_output = make_grad_output(problem, dtype).to(compute_dtype).to(device)
     gradients = torch.autograd.grad(output, list(leaves.values()), grad_output)
     return {"output": output.detach()} | {f"grad_{name}": grad for name, grad in zip(leaves, gradients, strict=True)}
 

@@ -66,8 +66,8 @@ PROBLEMS = [
 QUICK = ("RTDetrForObjectDetection", "DFineForObjectDetection", "RTDetrV2ForObjectDetection")
 
 
-def cases(quick: bool) -> list[Case]:
-    if transformers is None:
+def cases(quick: bool, device: str = "cpu") -> list[Case]:
+    if transformers is None or device != "cpu":
         return []
     problems = [problem for problem in PROBLEMS if hasattr(transformers, problem.model)]
     if quick:

@@ -1,4 +1,4 @@
-"""ms_deform_attn on the CPU: against its form with grid_sample, and torch-ms-deform-attn where it is installed."""
+"""ms_deform_attn against its form with grid_sample, and against torch-ms-deform-attn where it is installed."""
 
 import dataclasses
 import functools
@@ -11,12 +11,14 @@ from torch import Tensor
 import deformc
 from benchmarks._common import (
     BFLOAT16,
+    FLOAT16,
     FORWARD,
     OVERHEAD,
     SPEEDUP,
     TRAINING,
     Case,
     expect_close,
+    on_device,
     requires_grad,
 )
 from benchmarks.runner import THREADS, Column
@@ -52,7 +54,7 @@ class Problem:
         )
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool, device: str = "cpu") -> list[Case]:
     shapes = ((10, 13), (5, 7)) if quick else ((100, 134), (50, 67), (25, 34), (13, 17))
     queries = 20 if quick else 300
     rows = [
@@ -62,6 +64,13 @@ def cases(quick: bool) -> list[Case]:
     ]
     smallest = Problem("smallest", ((1, 1),), 1, heads=1, head_dim=1, points=1)
     directions = (FORWARD, TRAINING)
+    if device != "cpu":
+        return [
+            Case(f"ms_deform_attn, {kind}, {device}", problem, direction, device=device)
+            for kind in ("float32", FLOAT16)
+            for problem in rows
+            for direction in directions
+        ]
     return [
         *(Case(AGAINST_GRID_SAMPLE, problem, direction) for direction in directions for problem in rows),
         *(Case(f"ms_deform_attn, {BFLOAT16}", problem, direction) for direction in directions for problem in rows),
@@ -74,22 +83,27 @@ def cases(quick: bool) -> list[Case]:
 
 def run(case: Case) -> list[Column]:
     def column(name: str, function: Callable[..., Tensor], dtype=torch.float32, threads=THREADS) -> Column:
-        return Column(name, timed(function, case, dtype), threads)
+        return Column(name, timed(function, case, dtype), threads, case.device)
 
+    if FLOAT16 in case.kind:
+        return [column("float32", ms_deform_attn), column("float16", ms_deform_attn, torch.float16)]
     if BFLOAT16 in case.kind:
         return [column("float32", ms_deform_attn), column("bfloat16", ms_deform_attn, torch.bfloat16)]
     if SPEEDUP in case.kind:
         return [column("2 threads", ms_deform_attn, threads=2), column("1 thread", ms_deform_attn, threads=1)]
     columns = [column("deformc", ms_deform_attn), column("grid_sample", grid_sample_attention)]
-    if torch_ms_deform_attn is not None:
+    if torch_ms_deform_attn is not None and case.device == "cpu":
         columns.append(column("torch-ms-deform-attn", other_ms_deform_attn))
     return columns
 
 
 def verify(case: Case) -> None:
-    dtypes = (torch.float32, torch.bfloat16) if BFLOAT16 in case.kind else (torch.float32,)
-    for dtype in dtypes:
-        expect_close("deformc", outputs(ms_deform_attn, case.problem, dtype), expected(case.problem, dtype), dtype)
+    others = [dtype for kind, dtype in ((BFLOAT16, torch.bfloat16), (FLOAT16, torch.float16)) if kind in case.kind]
+    for dtype in (torch.float32, *others):
+        actual = outputs(ms_deform_attn, case.problem, dtype, device=case.device)
+        expect_close("deformc", actual, expected(case.problem, dtype), dtype)
+    if case.device != "cpu":
+        return
     if BFLOAT16 in case.kind or SPEEDUP in case.kind:
         return
     reference = expected(case.problem, torch.float32)
@@ -171,11 +185,11 @@ def pixel_centers(height: int, width: int) -> Tensor:
 
 
 def make_grad_output(output: Tensor) -> Tensor:
-    return torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
+    return torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
 
 
 def timed(function: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> Callable[[], object]:
-    tensors = make_tensors(case.problem, dtype)
+    tensors = on_device(make_tensors(case.problem, dtype), case.device)
     call = functools.partial(function, case.problem, *tensors.values())
     if case.direction == FORWARD:
         if case.grad:
@@ -186,9 +200,9 @@ def timed(function: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> Ca
     return lambda: torch.autograd.grad(call(), leaves, grad_output)
 
 
-def outputs(function, problem: Problem, dtype=torch.float32, compute_dtype=None) -> dict[str, Tensor]:
+def outputs(function, problem: Problem, dtype=torch.float32, compute_dtype=None, device="cpu") -> dict[str, Tensor]:
     """The output and the gradients of all tensors. The value is rounded to ``dtype``."""
-    tensors = make_tensors(problem, dtype)
+    tensors = on_device(make_tensors(problem, dtype), device)
     tensors["value"] = tensors["value"].to(compute_dtype or dtype)
     leaves = requires_grad(tensors)
     output = function(problem, *tensors.values())

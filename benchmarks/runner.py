@@ -31,6 +31,7 @@ class Column:
     name: str
     call: Callable[[], object]
     threads: int = THREADS
+    device: str = "cpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +135,8 @@ def _sample(column: Column, count: int) -> float:
     start = time.perf_counter()
     for _ in range(count):
         call()
+    if column.device != "cpu":
+        torch.accelerator.synchronize()
     return (time.perf_counter() - start) / count
 
 

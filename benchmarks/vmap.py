@@ -34,7 +34,9 @@ class Pair:
     batched: Function
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool, device: str = "cpu") -> list[Case]:
+    if device != "cpu":
+        return []
     return [Case(VMAP, Problem(name, quick), direction) for name in PAIRS for direction in (FORWARD, TRAINING)]
 
 

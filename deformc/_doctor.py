@@ -86,6 +86,8 @@ def _kernels() -> Iterator[str]:
                 reasons.setdefault(status[op, device], []).append(op)
         for reason, ops in reasons.items():
             yield f"{device}: {'' if len(ops) == len(_library.OPS) else ', '.join(ops) + ': '}{reason}"
+        if device in _library.SIMULATED_ONLY and any(status[op, device] is None for op in _library.OPS):
+            yield f"{device}: tested on a simulated device only; run the tests before you rely on it"
 
 
 def _is_here(device: str) -> bool:

@@ -19,6 +19,8 @@ _NOT_BUILT = {
     "cuda": "this build of deformc holds no CUDA kernels",
     "mps": "this build of deformc holds no Metal kernels",
 }
+# Devices on which nobody has run the kernels yet: the tests run them on a simulated one.
+SIMULATED_ONLY = ("mps",)
 _REMEDY = "Install a wheel for this platform, or build the library from the sources with `pip install .`."
 
 

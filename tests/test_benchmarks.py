@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from common import DEVICES
 
 import deformc
 
@@ -19,10 +20,12 @@ MODULES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "de
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODULES)
-def test_rows(name):
+def test_rows(name, device):
     module = importlib.import_module(f"benchmarks.{name}")
-    for case in module.cases(quick=True):
+    for case in module.cases(True, device):
+        assert case.device == device
         module.verify(case)
         for column in module.run(case):
             column.call()

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from sim import build, metal_text
 from specs import SPECS
 
 import deformc
+from deformc import _doctor
 from deformc.testing import opcheck
 
 pytestmark = pytest.mark.skipif(build.reason_not_to() is not None, reason=str(build.reason_not_to()))
@@ -330,6 +332,49 @@ import os; sys.stdout.flush(); os._exit(0)
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
     assert result.stdout.split() == (["1", "0"] if road == "compiled" else ["0", "1"]), result.stdout + result.stderr
+
+
+@on_the_device
+def test_doctor():
+    lines = []
+    assert _doctor.run(lines.append) == 0
+    report = "\n".join(lines)
+    assert re.search(r"^ *mps: tested on a simulated device only", report, re.MULTILINE)
+    for op in ("deform_conv2d", "ms_deform_attn"):
+        for direction in ("forward", "backward"):
+            assert re.search(rf"{op} {direction} +mps +ok", report)
+
+
+XCRUN = """#!/usr/bin/env python3
+import pathlib, sys
+arguments = sys.argv[1:]
+pathlib.Path({log!r}).open("a").write(" ".join(arguments) + "\\n")
+if "-o" in arguments:
+    pathlib.Path(arguments[arguments.index("-o") + 1]).write_bytes(bytes([0, 255, 7]))
+"""
+
+
+def test_build_on_macos(tmp_path, monkeypatch):
+    """What setup.py embeds, with something in the place of Xcode, and without it."""
+    sources = build.metal_sources()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.warns(UserWarning, match="will be compiled at their first use"):
+        text = Path(sources.embed(tmp_path / "without")).read_text()
+    assert "COMPILED_BYTES = 0;" in text
+    monkeypatch.undo()
+    log = tmp_path / "log"
+    (tmp_path / "xcrun").write_text(XCRUN.format(log=str(log)))
+    (tmp_path / "xcrun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    text = Path(sources.embed(tmp_path / "with")).read_text()
+    assert "COMPILED[] = {0,255,7};" in text
+    assert "COMPILED_BYTES = 3;" in text
+    _, compile, link = log.read_text().splitlines()
+    assert " -Wall -Wextra -Werror -c " in compile
+    assert "metallib" in link
+    # The text is what was compiled, and what Metal compiles at the first use where nothing is.
+    literals = re.findall(r'R"deformc\((.*?)\)deformc"', text, re.DOTALL)
+    assert "".join(literals) == (tmp_path / "with" / "deformc.metal").read_text() == build.flattened()
 
 
 MANGLED = """

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import warnings
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent
@@ -45,6 +46,18 @@ const unsigned char COMPILED[] = {{{numbers}}};
 const std::size_t COMPILED_BYTES = {len(compiled)};
 }}  // namespace deformc::metal
 """
+
+
+def embed(folder: Path) -> str:
+    """Write the file for the build to compile, with the kernels as source text and, if Xcode is there, compiled."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source, compiled = folder / "deformc.metal", folder / "deformc.metallib"
+    source.write_text(flatten())
+    if not compile_with_xcode(source, compiled):
+        warnings.warn("no Metal compiler (xcrun metal): the kernels will be compiled at their first use", stacklevel=2)
+    embedded = folder / "metal_embedded.cpp"
+    embedded.write_text(as_cpp(source.read_text(), compiled.read_bytes() if compiled.exists() else b""))
+    return str(embedded)
 
 
 def compile_with_xcode(source: Path, compiled: Path) -> bool:

@@ -71,10 +71,10 @@ def library() -> ctypes.CDLL:
 
 
 def flattened(csrc: Path = CSRC) -> str:
-    return _metal_sources().flatten(csrc)
+    return metal_sources().flatten(csrc)
 
 
-def _metal_sources():
+def metal_sources():
     spec = importlib.util.spec_from_file_location("metal_sources", CSRC / "common" / "metal_sources.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -137,7 +137,7 @@ def _generated(edits: dict[str, tuple[str, str]], compiled: bytes) -> list[Path]
         # Warnings that are errors of Metal, which has no double.
         "kernels.cpp": '#pragma GCC diagnostic error "-Wdouble-promotion"\n#include <metal_stdlib>\n'
         + metal_text.for_host(source),
-        "embedded.cpp": _metal_sources().as_cpp(source, compiled),
+        "embedded.cpp": metal_sources().as_cpp(source, compiled),
     }
     for path in sorted(csrc.glob("*/*_mps.cpp")):
         texts[path.name] = f'{STABLE}#include "{path}"\n'
