@@ -37,6 +37,7 @@ demo: .venv/demo  ## a photograph through a deformable ResNet-50, eager, compile
 
 test: .venv/installed  ## the whole test suite
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	$(call simulated,mps) .venv/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-latest: .venv-latest/installed  ## the suite on the same library binary with the latest torch and torchvision
 	@.venv-latest/bin/python -c 'import torchvision'  # without it, the comparison with it would be skipped
@@ -86,6 +87,11 @@ define create_venv
 	"Or name another interpreter: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(1)/bin/$(PIP) install $(2)
 	touch $@
+endef
+
+# The kernels of a GPU, on a simulated one. $(1): its device type in torch. PATH: ninja builds the simulation.
+define simulated
+	PATH="$(CURDIR)/.venv/bin:$$PATH" DEFORMC_SIMULATE=$(1) DEFORMC_TEST_DEVICES=$(1)
 endef
 
 # The tests run from a folder outside the source tree, so that they and their child processes import the installed

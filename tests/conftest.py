@@ -7,6 +7,21 @@ from sim import build
 # Before anything asks torch for the device, and before deformc looks for its kernels.
 build.simulate_as_asked()
 
+from common import SIMULATED  # noqa: E402
+
+
+def pytest_collection_modifyitems(config, items):
+    """With a simulated device, only what runs on it: the tests that take a device, and those of the simulation itself."""
+    if SIMULATED is None:
+        return
+
+    def takes_a_device(item):
+        return "device" in getattr(getattr(item, "callspec", None), "params", {})
+
+    kept = [item for item in items if takes_a_device(item) or item.path.name == "test_simulator.py"]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
