@@ -35,9 +35,9 @@ help:  ## list the commands
 demo: .venv/demo  ## a photograph through a deformable ResNet-50, eager, compiled, exported, AOTInductor
 	.venv/bin/python examples/demo.py
 
-test: .venv/installed  ## the whole test suite
+test: .venv/installed  ## the whole test suite, on the CPU and on a simulated GPU
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
-	$(call simulated,mps) .venv/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(call simulated,mps) .venv/bin/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
 
 test-latest: .venv-latest/installed  ## the suite on the same library binary with the latest torch and torchvision
 	@.venv-latest/bin/python -c 'import torchvision'  # without it, the comparison with it would be skipped

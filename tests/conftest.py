@@ -7,11 +7,11 @@ from sim import build
 # Before anything asks torch for the device, and before deformc looks for its kernels.
 build.simulate_as_asked()
 
-from common import SIMULATED  # noqa: E402
+from common import SIMULATED, deterministic  # noqa: E402
 
 
 def pytest_collection_modifyitems(config, items):
-    """With a simulated device, only what runs on it: the tests that take a device, and those of the simulation itself."""
+    """With a simulated device, only what runs on it: tests that take a device, and those of the simulation."""
     if SIMULATED is None:
         return
 
@@ -26,6 +26,13 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def deterministic_algorithms():
+    """For tests that want the same bits from two calls on any device."""
+    with deterministic():
+        yield
 
 
 @pytest.fixture

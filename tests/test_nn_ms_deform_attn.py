@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from common import DEVICES, assert_close
+from common import DEVICES, FLOAT64, assert_close, widest
 from torch import nn
 
 import deformc
@@ -48,7 +48,8 @@ def plain(module, query, reference, pixels, shapes, padding=None):
     return module.output_proj(grid_sample_attention(value, shapes, locations, weights))
 
 
-def problem(device, dtype=torch.float64, reference=2, ratio=1.0):
+def problem(device, dtype=None, reference=2, ratio=1.0):
+    dtype = dtype or widest(device).data
     torch.manual_seed(0)
     module = deformc.nn.MSDeformAttn(24, 3, 4, 2, ratio, device=device, dtype=dtype)
     for name in ("sampling_offsets", "attention_weights"):
@@ -113,7 +114,7 @@ def test_models_can_initialise_it_again():
 def test_reference_points_for_all(device, reference, sizes):
     """[1, Q, 1, 2] is what ViT-Adapter and DINOv3's adapter pass."""
     module, (query, _, pixels) = problem(device)
-    points = torch.rand(*sizes, reference, dtype=torch.float64, device=device, requires_grad=True)
+    points = torch.rand(*sizes, reference, dtype=query.dtype, device=device, requires_grad=True)
     tensors = (query, points, pixels)
     actual = results(lambda q, r, x: module(q, r, x, SHAPES), module, tensors)
     expected = results(lambda q, r, x: plain(module, q, r, x, SHAPES), module, tensors)
@@ -123,6 +124,8 @@ def test_reference_points_for_all(device, reference, sizes):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_float64_module_computes_float64_positions_from_narrow_points(device):
+    if widest(device) != FLOAT64:
+        pytest.skip(f"no float64 on {device}")
     module, (query, reference, pixels) = problem(device)
     narrow = reference.detach().float()
     assert_close(module(query, narrow, pixels, SHAPES), plain(module, query, narrow.double(), pixels, SHAPES), factor=8)
@@ -134,7 +137,7 @@ def test_module_of_mmcv(device, batch_first):
     """The lines of docs/nn.md, and what mmcv's module computes."""
     module, tensors = problem(device)
     generator = torch.Generator().manual_seed(2)
-    query_pos, identity = (torch.randn(2, 5, 24, dtype=torch.float64, generator=generator).to(device) for _ in "pi")
+    query_pos, identity = (torch.randn(2, 5, 24, generator=generator).to(tensors[0]) for _ in "pi")
     padding = torch.rand(2, PIXELS, device=device) < 0.3
     dropout = nn.Dropout(0.0)
 
@@ -162,8 +165,8 @@ def test_layer_of_transformers(device):
 
     config = transformers.DeformableDetrConfig(d_model=24, encoder_attention_heads=4, num_feature_levels=3)
     layer = modeling_deformable_detr.DeformableDetrMultiscaleDeformableAttention(config, num_heads=4, n_points=2)
-    layer = layer.to(device).double()
     module, (query, reference, pixels) = problem(device)
+    layer = layer.to(query)
     layer.load_state_dict(module.state_dict())
     padding = torch.rand(2, PIXELS, device=device) < 0.3
     shapes, starts = torch.tensor(SHAPES, device=device), torch.tensor([0, 42, 54], device=device)
@@ -360,9 +363,9 @@ def test_errors(changes, text):
 @pytest.mark.parametrize("device", DEVICES)
 def test_compatible_entry_points(device):
     torch.manual_seed(0)
-    value = torch.randn(2, PIXELS, 4, 8, dtype=torch.float64, device=device, requires_grad=True)
-    locations = torch.rand(2, 5, 4, 3, 2, 2, dtype=torch.float64, device=device, requires_grad=True)
-    weights = torch.rand(2, 5, 4, 3, 2, dtype=torch.float64, device=device, requires_grad=True)
+    options = {"dtype": widest(device).data, "device": device, "requires_grad": True}
+    value, locations = torch.randn(2, PIXELS, 4, 8, **options), torch.rand(2, 5, 4, 3, 2, 2, **options)
+    weights = torch.rand(2, 5, 4, 3, 2, **options)
     shapes, starts = torch.tensor(SHAPES, device=device), torch.tensor([0, 42, 54], device=device)
     leaves = (value, locations, weights)
     expected = grid_sample_attention(value, SHAPES, locations, weights)
@@ -392,6 +395,8 @@ def test_compatible_entry_point_compiles(fresh_compiler):
 @pytest.mark.parametrize("data", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("points", [torch.float64, torch.float32, torch.bfloat16])
 def test_compatible_entry_points_convert_dtypes(device, data, points):
+    if points == torch.float64 and widest(device) != FLOAT64:
+        pytest.skip(f"no float64 on {device}")
     value = torch.randn(2, PIXELS, 4, 8, device=device).to(data)
     locations = torch.rand(2, 5, 4, 3, 2, 2, device=device).to(points).requires_grad_()
     weights = torch.rand(2, 5, 4, 3, 2, device=device).to(points).requires_grad_()

@@ -26,6 +26,7 @@ def of_tensors(spec, arguments):
     return lambda *tensors: spec.function(**arguments | dict(zip(names, tensors, strict=True)))
 
 
+@pytest.mark.usefixtures("deterministic_algorithms")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @parametrize_samples(core, float32_only)
 def test_checkpoint(device, spec, sample, dtypes, use_reentrant):
@@ -52,6 +53,7 @@ def backward(function, arguments):
     return output.detach(), {name: leaves[name].grad for name in names}
 
 
+@pytest.mark.usefixtures("deterministic_algorithms")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @parametrize_samples(core, float32_only)
 def test_jit_trace(device, spec, sample, dtypes):

@@ -18,6 +18,7 @@ from common import (
     subsets,
     tensors_of,
     widened,
+    widest_only,
     with_grad,
 )
 from specs import SPECS, Dtypes
@@ -122,7 +123,7 @@ def no_slow_loops():
 
 @pytest.mark.usefixtures("no_slow_loops")
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@parametrize_samples(smooth, float64_only)
+@parametrize_samples(smooth, widest_only)
 def test_eager(device, spec, sample, dtypes, transform):
     arguments = sample.make(device, dtypes, 0)
     call, tensors = of_tensors(spec, arguments)
@@ -134,7 +135,7 @@ def test_eager(device, spec, sample, dtypes, transform):
 
 @pytest.mark.usefixtures("no_slow_loops")
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@parametrize_samples(lambda sample: core_smooth(sample) and sample.op_level, float64_only)
+@parametrize_samples(lambda sample: core_smooth(sample) and sample.op_level, widest_only)
 def test_bare_op(device, spec, sample, dtypes, transform):
     arguments = sample.make(device, dtypes, 0)
     call, tensors = of_tensors(spec, arguments, bare_op(spec))
@@ -179,7 +180,7 @@ def test_inductor(device, spec, transform):
 
 
 @pytest.mark.usefixtures("no_slow_loops")
-@parametrize_samples(core_smooth, float64_only)
+@parametrize_samples(core_smooth, widest_only)
 def test_every_subset_of_mapped_tensors(device, spec, sample, dtypes):
     """vmap, and vmap(grad) with respect to all and to each tensor, against a loop."""
     arguments = sample.make(device, dtypes, 0)
@@ -212,7 +213,7 @@ def test_gradcheck(device, spec, sample, dtypes):
     )
 
 
-@parametrize_samples(core_smooth, float64_only)
+@parametrize_samples(core_smooth, widest_only)
 def test_each_combination_of_second_derivatives(device, spec, sample, dtypes):
     arguments = sample.make(device, dtypes, 0)
     call, tensors = of_tensors(spec, arguments)
@@ -229,7 +230,7 @@ def test_each_combination_of_second_derivatives(device, spec, sample, dtypes):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@parametrize_samples(compiled_samples, float64_only)
+@parametrize_samples(compiled_samples, widest_only)
 def test_second_derivative_of_a_compiled_function_raises(device, spec, sample, dtypes):
     """It is torch that has none; a transform inside of the compiled function, above, does the same."""
     call, tensors = of_tensors(spec, sample.make(device, dtypes, 0))
@@ -241,7 +242,7 @@ def test_second_derivative_of_a_compiled_function_raises(device, spec, sample, d
 
 
 @pytest.mark.parametrize("public", [True, False], ids=["public", "bare"])
-@parametrize_samples(lambda sample: core_smooth(sample) and sample.op_level, float64_only)
+@parametrize_samples(lambda sample: core_smooth(sample) and sample.op_level, widest_only)
 def test_dual_numbers(device, spec, sample, dtypes, public):
     """Each tensor's tangent alone, and with a gradient of the tangent."""
     arguments = sample.make(device, dtypes, 0)
@@ -269,7 +270,8 @@ def test_dual_numbers(device, spec, sample, dtypes, public):
             assert_trees_close((actual.reshape(expected.shape), actual_gradients), (expected, expected_gradients))
 
 
-@parametrize_samples(core_smooth, float64_only)
+@pytest.mark.usefixtures("deterministic_algorithms")
+@parametrize_samples(core_smooth, widest_only)
 def test_nothing_is_lost_without_tangents(device, spec, sample, dtypes):
     """Inside of a dual level, plain tensors behave as outside."""
     arguments = sample.make(device, dtypes, 0)
@@ -294,7 +296,7 @@ def test_precision_of_forward_mode(device, spec, sample, dtypes):
     reference, wide_tensors = of_tensors(spec, wide, spec.reference)
     tangents = random(tensors)
     output, tangent = func.jvp(call, tensors, tangents)
-    _, expected = func.jvp(reference, wide_tensors, tuple(tangent.double() for tangent in tangents))
+    _, expected = func.jvp(reference, wide_tensors, tuple(tangent.cpu().double() for tangent in tangents))
     assert tangent.dtype == output.dtype
     assert_close(tangent, expected, factor=4)
 
@@ -318,7 +320,8 @@ def test_vmap_over_tensors_of_shapes_raises(arguments):
         mapped(torch.stack([values[name]] * 2))
 
 
-@parametrize_samples(lambda sample: sample.core and sample.op_level, float64_only)
+@pytest.mark.usefixtures("deterministic_algorithms")
+@parametrize_samples(lambda sample: sample.core and sample.op_level, widest_only)
 def test_kernel_of_register_autograd(device, spec, sample, dtypes):
     """What serves plain calls if torch's own function for it is no longer there."""
     arguments = sample.make(device, dtypes, 0)
@@ -341,7 +344,7 @@ NO_REFERENCE = {"layout", "nan_offset", "nan_result"}
 
 
 @pytest.mark.parametrize("transform", ["jvp", "forward_over_reverse"])
-@parametrize_samples(lambda sample: not sample.smooth and not sample.tags & NO_REFERENCE, float64_only)
+@parametrize_samples(lambda sample: not sample.smooth and not sample.tags & NO_REFERENCE, widest_only)
 def test_positions_at_borders_integers_and_beyond(device, spec, sample, dtypes, transform):
     """Where derivatives have a jump, they are those of the reference's side."""
     arguments = sample.make(device, dtypes, 0)
