@@ -89,9 +89,9 @@ define create_venv
 	touch $@
 endef
 
-# The kernels of a GPU, on a simulated one. $(1): its device type in torch. PATH: ninja builds the simulation.
+# The kernels of a GPU, on a simulated one. $(1): its device type in torch.
 define simulated
-	PATH="$(CURDIR)/.venv/bin:$$PATH" DEFORMC_SIMULATE=$(1) DEFORMC_TEST_DEVICES=$(1)
+	DEFORMC_SIMULATE=$(1) DEFORMC_TEST_DEVICES=$(1)
 endef
 
 # The tests run from a folder outside the source tree, so that they and their child processes import the installed

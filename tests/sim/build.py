@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -90,7 +91,9 @@ def _folder(name: str) -> Path:
 def _load(name: str, sources: list[Path]) -> None:
     folder = sources[0].parent if name == "sim_kernels" else _folder(name)
     compiler = {} if "CXX" in os.environ else {"CXX": "c++"}
-    with _environment(MAX_JOBS="2", **compiler):
+    # ninja may be in this Python's environment only, whose programs need not be in PATH.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with _environment(MAX_JOBS="2", PATH=path, **compiler):
         cpp_extension.load(
             name=name,
             sources=[str(path) for path in sources],
